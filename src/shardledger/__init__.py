@@ -1,0 +1,57 @@
+"""shardledger: ZeRO training that accounts for every byte.
+
+    engine, optimizer, loader, scheduler = shardledger.initialize(model=model, config="ds_config.json")
+    loss = engine(x, y); engine.backward(loss); engine.step()
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "initialize": "shardledger.api",
+    "Engine": "shardledger.runtime.engine",
+    "Config": "shardledger.config",
+    "load_config": "shardledger.config",
+    "ShardledgerError": "shardledger.errors",
+    "ConfigError": "shardledger.errors",
+    "PlanError": "shardledger.errors",
+    "TransportError": "shardledger.errors",
+    "PeerLostError": "shardledger.errors",
+    "RanksDisagreeError": "shardledger.errors",
+    "EngineStateError": "shardledger.errors",
+    "ReleasedParameterError": "shardledger.errors",
+}
+
+__all__ = sorted(_HOMES)
+
+if TYPE_CHECKING:
+    from shardledger.api import initialize
+    from shardledger.config import Config, load_config
+    from shardledger.errors import (
+        ConfigError,
+        EngineStateError,
+        PeerLostError,
+        PlanError,
+        RanksDisagreeError,
+        ReleasedParameterError,
+        ShardledgerError,
+        TransportError,
+    )
+    from shardledger.runtime.engine import Engine
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for, so that ``import shardledger`` does not import torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardledger' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,145 @@
+"""``shardledger demo | train | env``: options, and which exit code an error becomes.
+
+torch takes seconds to import, so only the bodies of commands import it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Annotated, Optional
+
+import typer
+
+from shardledger.cli.exits import report_and_exit
+from shardledger.cli.settings import Options
+
+app = typer.Typer(
+    name="shardledger",
+    help="Train PyTorch models with ZeRO stages 0-3, and account for every byte of training memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+class Device(str, Enum):
+    """Where to train."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Precision(str, Enum):
+    """Number format of weights and activations."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+# typing.Optional rather than "str | None": typer before 0.12.4 does not read the latter on Python 3.10.
+DataOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--data", metavar="FILE|DIR", help="Text file, or folder of text files. Default: Python's sources."),
+]
+DeviceOption = Annotated[Device, typer.Option("--device", help="auto takes CUDA when there is a device per rank.")]
+RanksOption = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--nproc", min=1, help="Ranks to start. Default: 2 for demo, 1 for train."),
+]
+OutOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--out", metavar="DIR", help="Folder of the run, not used before. Default: runs/NAME-TIME."),
+]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the initial weights and of the data order.")]
+StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")]
+
+
+@app.command()
+def demo(
+    context: typer.Context,
+    stage: Annotated[int, typer.Option("--stage", min=0, max=3, help="ZeRO stage.")] = 2,
+    nproc: RanksOption = None,
+    steps: StepsOption = 300,
+    precision: Annotated[Precision, typer.Option("--precision", help="Number format.")] = Precision.fp32,
+    data: DataOption = None,
+    seed: SeedOption = 0,
+    device: DeviceOption = Device.auto,
+    out: OutOption = None,
+) -> None:
+    """Train a byte-level GPT of about 1 M parameters on real text, its state sharded over two ranks."""
+
+    def body() -> None:
+        from shardledger.cli.settings import demo_settings
+        from shardledger.cli.start import start
+
+        options = Options(data=data, steps=steps, seed=seed, device=device.value, out=out, nproc=nproc)
+        start(demo_settings(options, stage=stage, precision=precision.value), _arguments(context))
+
+    _guarded(body)
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    config: Annotated[str, typer.Option("--config", metavar="FILE", help="DeepSpeed-style JSON.")],
+    model: Annotated[str, typer.Option("--model", help="gpt:SIZE (1m, 25m, 124m, 350m) or package.module:function.")],
+    data: DataOption = None,
+    nproc: RanksOption = None,
+    steps: StepsOption = 100,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=1, help="Bytes per sequence.")] = 256,
+    eval_every: Annotated[int, typer.Option("--eval-every", min=0, help="In steps; 0: only first and last.")] = 0,
+    seed: SeedOption = 0,
+    device: DeviceOption = Device.auto,
+    out: OutOption = None,
+) -> None:
+    """Train your model with your config on your text; under torchrun or srun, be one of its ranks."""
+
+    def body() -> None:
+        from shardledger.cli.settings import train_settings
+        from shardledger.cli.start import start
+
+        options = Options(data=data, steps=steps, seed=seed, device=device.value, out=out, nproc=nproc)
+        settings = train_settings(options, config=config, model=model, seq_len=seq_len, eval_every=eval_every)
+        start(settings, _arguments(context))
+
+    _guarded(body)
+
+
+@app.command()
+def env() -> None:
+    """Print versions and hardware: paste it into a bug report."""
+
+    def body() -> None:
+        from shardledger.cli.environment import environment_report
+
+        print(environment_report())
+
+    _guarded(body)
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the command; ends the process with the exit codes listed in this folder's README."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # --model package.module:function is looked up where the user stands
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a sampled text must not end a run on a terminal that is not UTF-8
+    app(args=arguments, obj=arguments, prog_name="shardledger")
+
+
+def _arguments(context: typer.Context) -> list[str]:
+    """The command line as it was typed: what the ranks are started with."""
+    return list(context.obj)
+
+
+def _guarded(body: Callable[[], None]) -> None:
+    try:
+        body()
+    except (Exception, KeyboardInterrupt) as error:
+        report_and_exit(error)

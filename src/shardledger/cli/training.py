@@ -1,0 +1,147 @@
+"""One rank's run from start to end: build, train, save, report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import shardledger
+from shardledger.cli.loop import TrainingLoop
+from shardledger.cli.settings import RunSettings
+from shardledger.telemetry import CATEGORIES, JsonLinesSink, RunFolder, SinkGroup, console_sink, print_ledger
+from shardledger.workload import (
+    GPT,
+    BatchSampler,
+    BatchShape,
+    GPTConfig,
+    TextData,
+    describe_model,
+    generate,
+    load_model,
+    read_corpus,
+    save_final,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PROMPT_BYTES = 24
+SAMPLE_BYTES = 240
+SAMPLE_BYTES_LARGE = 64  # every byte costs one pass through the model, on one CPU
+LARGE_PARAMETERS = 50_000_000
+Ledger = dict[str, dict[str, int | None]]
+
+
+def train(settings: RunSettings, folder: RunFolder, device: str) -> None:
+    """Train as ``settings`` say and write ``folder``. Every rank calls this; rank 0 prints and writes.
+
+    Raises:
+        ShardledgerError: whatever the engine, the model or the data complain about.
+    """
+    import torch
+
+    text = TextData(read_corpus(settings.options.data), settings.seq_len)
+    torch.manual_seed(settings.options.seed)
+    model = load_model(settings.model, settings.seq_len)
+    description = describe_model(model, settings.model, settings.seq_len)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine, *_ = shardledger.initialize(model=model, config=dict(settings.config), device=device)
+    leads = engine.rank == 0
+    if leads:
+        folder.create()
+        folder.write_config(engine.config.to_dict())
+        _print_header(settings, engine, text, parameters)
+    sampler = BatchSampler(text, _batch_shape(engine), rank=engine.rank, seed=settings.options.seed)
+    sinks = [JsonLinesSink(folder.metrics), console_sink(settings.options.steps)] if leads else []
+    with SinkGroup(sinks) as group:
+        first, last = TrainingLoop(engine, text, sampler, group).run(settings.options.steps, settings.eval_every)
+    ledgers = gather_ledgers(engine)
+    stage = engine.zero_optimization_stage()
+    state = engine.state_dict()
+    engine.destroy()
+    if not leads:
+        return
+    save_final(folder.final, state, description)
+    folder.write_ledger(stage, ledgers)
+    if "gpt" in description:
+        _print_sample(state, GPTConfig(**description["gpt"]), text, settings.options.seed)
+    print()
+    print_ledger(ledgers, stage)
+    print(f"validation loss {first:.4f} -> {last:.4f}")
+    print(f"run folder: {folder.path}")
+
+
+def gather_ledgers(engine: Any) -> list[Ledger]:
+    """Every rank's ledger, on every rank. Collective."""
+    own = engine.ledger()
+    sides = ("predicted", "measured")
+    # The engine exchanges numbers, not dicts: a fixed order of categories, NaN for what is not known.
+    values = [own[side].get(category) for side in sides for category in CATEGORIES]
+    gathered = engine.gather_scalars([math.nan if value is None else float(value) for value in values])
+    return [
+        {
+            side: {
+                category: None if math.isnan(value) else int(value)
+                for category, value in zip(CATEGORIES, row[index * len(CATEGORIES) :], strict=False)
+            }
+            for index, side in enumerate(sides)
+        }
+        for row in gathered
+    ]
+
+
+def _batch_shape(engine: Any) -> BatchShape:
+    config = engine.config
+    return BatchShape(
+        micro=config.train_micro_batch_size_per_gpu,
+        accumulation=config.gradient_accumulation_steps,
+        world=engine.world,
+    )
+
+
+def _print_header(settings: RunSettings, engine: Any, text: TextData, parameters: int) -> None:
+    import torch
+
+    config = engine.config
+    corpus = text.corpus
+    _print_lines(
+        [
+            f"model {settings.model}: {parameters:,} parameters",
+            f"text: {corpus.size:,} bytes in {corpus.files} file{'s' if corpus.files != 1 else ''} of {corpus.source}",
+            f"engine: stage {engine.zero_optimization_stage()}, {engine.world} rank{'s' if engine.world != 1 else ''}, "
+            f"{config.precision}, {engine.device.type}, {torch.get_num_threads()} thread(s) a rank",
+            f"batch: {config.train_batch_size} sequences of {settings.seq_len} bytes "
+            f"({config.train_micro_batch_size_per_gpu} x accumulation {config.gradient_accumulation_steps} "
+            f"x {engine.world} ranks)",
+            *(f"note: {line}" for line in settings.notes),
+            *(f"warning: {line}" for line in config.warnings),
+            *(f"no effect here: {line}" for line in config.no_effect),
+        ]
+    )
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+def _print_sample(state: Mapping[str, Tensor], config: GPTConfig, text: TextData, seed: int) -> None:
+    """Continue a piece of held-out text with the trained weights in a plain module: no engine, no other rank."""
+    import torch
+
+    model = GPT(config)
+    model.load_state_dict(dict(state))
+    size = sum(parameter.numel() for parameter in model.parameters())
+    prompt_tokens, _ = text.validation(torch.tensor([0]))
+    prompt = bytes(prompt_tokens[0, :PROMPT_BYTES].tolist())
+    count = SAMPLE_BYTES if size < LARGE_PARAMETERS else SAMPLE_BYTES_LARGE
+    sample = generate(model, prompt, count, seed=seed)
+    print(f"\nsample (the first {len(prompt)} bytes are held-out text, the rest is the model's):")
+    print("  " + printable(sample).replace("\n", "\n  "))
+
+
+def printable(text: bytes) -> str:
+    """Decoded text in which nothing can steer a terminal: bytes that are not text become the replacement character."""
+    decoded = text.decode("utf-8", errors="replace")
+    return "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in decoded)

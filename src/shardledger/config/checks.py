@@ -1,0 +1,91 @@
+"""What can only be judged on the typed configuration: contradictions, what is not available, what has no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from shardledger.config.findings import Findings, join, shown
+from shardledger.config.model import Config
+from shardledger.config.section import Section, hints
+
+_NOT_YET = "is not available yet"
+
+
+def check(config: Config, unread: Collection[str], findings: Findings) -> None:
+    """Report contradictions and refusals; ``unread`` are top-level keys whose values were wrong and are not in it."""
+    if not {"bf16", "fp16", "data_types"} & set(unread):
+        _check_precision(config, findings)
+    _check_offload(config, findings)
+    for path, on, cure in _switches(config):
+        if on:
+            findings.problem(f"{findings.written(path)} {cure}")
+    findings.no_effect += (f"{findings.written(path)}: {reason}" for path, reason in _idle_fields(config, config, ""))
+    told = any(line.startswith("gradient_clipping") for line in findings.resolutions)
+    if not told and "gradient_clipping" not in findings.stated:
+        findings.resolutions.append("gradient_clipping = 0.0 (not given: off; DeepSpeed 0.19 would clip at 1.0)")
+
+
+def _check_precision(config: Config, findings: Findings) -> None:
+    bf16 = findings.written("bf16.enabled")
+    if config.fp16.enabled and config.bf16.enabled:
+        findings.problem(f"fp16.enabled and {bf16} are both true; a run has one precision, so switch fp16 off")
+        return
+    if config.fp16.enabled:
+        findings.problem("fp16.enabled = true: fp16 arithmetic is not available yet; use bf16")
+        return
+    wanted = config.data_types.param_dtype
+    if wanted is not None and wanted != config.precision:
+        reason = f"{bf16} is {shown(config.bf16.enabled)}"
+        findings.problem(
+            f"data_types.param_dtype is {wanted}, but {reason} and fp16.enabled is false, which make the run "
+            f"{config.precision}; remove param_dtype, or change bf16.enabled"
+        )
+
+
+def _check_offload(config: Config, findings: Findings) -> None:
+    for name in ("offload_optimizer", "offload_param"):
+        section = getattr(config.zero_optimization, name)
+        path = f"zero_optimization.{name}"
+        if section is None:
+            continue
+        if section.device == "none":
+            findings.no_effect.append(f"{path}: device is none, so nothing is offloaded")
+        elif findings.written(path) != path:
+            findings.problem(
+                f"{findings.written(path)}: offload to {section.device} {_NOT_YET}; remove the key, or raise the stage"
+            )
+        else:
+            findings.problem(
+                f'{path}.device = {shown(section.device)}: offload {_NOT_YET}; use "none" or remove the section'
+            )
+
+
+def _switches(config: Config) -> Iterator[tuple[str, bool, str]]:
+    """Yield (key path, is it asked for, what is wrong and what to do) for values that are not available."""
+    own, bf16 = config.shardledger, config.bf16
+    yield "shardledger.reproducible", own.reproducible, f"= true {_NOT_YET}; remove the key"
+    yield "shardledger.checks", own.checks == "full", f'= "full" {_NOT_YET}; use "default"'
+    yield (
+        "activation_checkpointing.cpu_checkpointing",
+        config.activation_checkpointing.cpu_checkpointing,
+        f"= true {_NOT_YET}; set shardledger.activation_checkpointing to true to recompute instead",
+    )
+    fp32 = "= true is not available, because masters and moments are fp32; remove the key"
+    yield "bf16.bf16_master_weights_and_grads", bf16.bf16_master_weights_and_grads, fp32
+    yield "bf16.bf16_optimizer_states", bf16.bf16_optimizer_states, fp32
+
+
+def _idle_fields(config: Config, section: Section, path: str) -> Iterator[tuple[str, str]]:
+    """Yield (key path, reason) of every given field that changes nothing in this configuration."""
+    for name, field in type(section).model_fields.items():
+        value, here = getattr(section, name), join(path, name)
+        if isinstance(value, Section):
+            yield from _idle_fields(config, value, here)
+        if name not in section.model_fields_set or value is None:
+            continue
+        reason = hints(field).get("no_effect")
+        lowest = hints(field).get("from_stage", 0)
+        if reason:
+            yield here, reason
+        elif config.zero_optimization.stage < lowest:
+            yield here, f"only stage {lowest} reads it, and the stage is {config.zero_optimization.stage}"

@@ -1,0 +1,195 @@
+"""The sections of a configuration file that the engine reads, with DeepSpeed's key names and one default each."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from shardledger.config.section import Section
+from shardledger.config.values import Count, DtypeName, Flag, Number, Positive, Whole
+
+_PLAN: dict[str, Any] = {"auto": "plan"}
+_PLAN_STAGE_3: dict[str, Any] = {"auto": "plan", "from_stage": 3}
+
+
+def _idle(reason: str) -> dict[str, Any]:
+    return {"no_effect": reason}
+
+
+class Bf16Section(Section):
+    """Computation in bfloat16 with fp32 master weights and moments. The older section name ``bfloat16`` works too."""
+
+    enabled: Flag = Field(False, description="compute and communicate in bf16; master weights and moments stay fp32")
+    immediate_grad_update: Flag = Field(
+        False,
+        description="accumulate as soon as a gradient exists",
+        json_schema_extra=_idle("a gradient joins its unit's flat gradient as soon as it exists"),
+    )
+    check_grad_overflow: Flag = Field(
+        True,
+        description="look for non-finite gradients before a step",
+        json_schema_extra=_idle("gradients are always checked, together with the norm"),
+    )
+    bf16_master_weights_and_grads: Flag = Field(False, description="bf16 master weights; only false is available")
+    bf16_optimizer_states: Flag = Field(False, description="bf16 moments; only false is available")
+
+
+_FP16_OFF = _idle("fp16 is off, so there is no loss scale")
+
+
+class Fp16Section(Section):
+    """Computation in float16 with loss scaling; not available yet, so ``enabled`` must be false."""
+
+    enabled: Flag = Field(False, description="compute in fp16; only false is available")
+    auto_cast: Flag = Field(False, description="cast inputs to fp16", json_schema_extra=_FP16_OFF)
+    loss_scale: Number = Field(0.0, ge=0, description="fixed loss scale; 0 is dynamic", json_schema_extra=_FP16_OFF)
+    initial_scale_power: Count = Field(16, description="first scale, as a power of 2", json_schema_extra=_FP16_OFF)
+    loss_scale_window: Positive = Field(
+        1000, description="good steps before the scale doubles", json_schema_extra=_FP16_OFF
+    )
+    hysteresis: Positive = Field(2, description="overflows before the scale halves", json_schema_extra=_FP16_OFF)
+    consecutive_hysteresis: Flag = Field(
+        False, description="refill hysteresis on a good step", json_schema_extra=_FP16_OFF
+    )
+    min_loss_scale: Number = Field(1.0, gt=0, description="smallest dynamic scale", json_schema_extra=_FP16_OFF)
+    fp16_master_weights_and_grads: Flag = Field(False, description="fp16 master weights", json_schema_extra=_FP16_OFF)
+
+
+class DataTypesSection(Section):
+    """Dtypes that differ from the precision of the run."""
+
+    grad_accum_dtype: DtypeName | None = Field(
+        None, description="dtype in which micro-batch gradients are added up; not given: the plan decides"
+    )
+    param_dtype: DtypeName | None = Field(
+        None, description="dtype parameters compute in; must say the same as bf16.enabled and fp16.enabled"
+    )
+    buffer_dtype: DtypeName | None = Field(
+        None, description="dtype of buffers", json_schema_extra=_idle("buffers keep the dtype the model gives them")
+    )
+
+
+class OffloadOptimizerSection(Section):
+    """Where optimizer state sleeps between steps; only ``device: none`` is available yet."""
+
+    device: Literal["none", "cpu", "nvme"] = Field("none", description="none, cpu or nvme; only none is available")
+    nvme_path: str | None = Field(None, description="folder for state on disk")
+    buffer_count: Positive = Field(4, description="buffers for reading from disk")
+    pin_memory: Flag = Field(True, description="keep host copies in page-locked memory")
+    pipeline_read: Flag = Field(False, description="read the next piece while this one is stepped")
+    pipeline_write: Flag = Field(False, description="write the last piece while this one is stepped")
+    fast_init: Flag = Field(False, description="initialise state on disk in one pass")
+    ratio: Number = Field(1.0, ge=0, le=1, description="share of the parameters whose state is offloaded")
+    super_offload: Flag = Field(False, description="DeepSpeed's SuperOffload")
+    cpuadam_cores_perc: Number = Field(0.8, gt=0, le=1, description="share of the cores for the step of SuperOffload")
+
+
+class OffloadParamSection(Section):
+    """Where parameters sleep while no unit needs them; only ``device: none`` is available yet."""
+
+    device: Literal["none", "cpu", "nvme"] = Field("none", description="none, cpu or nvme; only none is available")
+    nvme_path: str | None = Field(None, description="folder for parameters on disk")
+    buffer_count: Positive = Field(5, description="buffers for reading from disk")
+    buffer_size: Count = Field(100_000_000, description="elements in one buffer")
+    max_in_cpu: Count = Field(1_000_000_000, description="elements kept in host memory when the home is disk")
+    pin_memory: Flag = Field(True, description="keep host copies in page-locked memory")
+
+
+class ZeroSection(Section):
+    """What is sharded over the ranks, and how it travels. Sizes are elements, not bytes; None leaves it to the plan."""
+
+    stage: Whole = Field(
+        0,
+        ge=0,
+        le=3,
+        description="0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
+        json_schema_extra={"auto": "refuse"},
+    )
+    reduce_bucket_size: Count | None = Field(
+        None, description="elements reduced in one collective at most", json_schema_extra=_PLAN
+    )
+    allgather_bucket_size: Count | None = Field(
+        None,
+        description="elements gathered in one collective at most",
+        json_schema_extra=_idle("parameters are gathered unit by unit"),
+    )
+    overlap_comm: Flag | None = Field(
+        None, description="reduce while backward goes on computing", json_schema_extra=_PLAN
+    )
+    prefetch_bucket_size: Count | None = Field(
+        None,
+        description="elements gathered ahead of need at most; 0 switches prefetch off",
+        serialization_alias="stage3_prefetch_bucket_size",
+        json_schema_extra=_PLAN_STAGE_3,
+    )
+    param_persistence_threshold: Count | None = Field(
+        None,
+        description="parameters with fewer elements than this stay gathered",
+        serialization_alias="stage3_param_persistence_threshold",
+        json_schema_extra=_PLAN_STAGE_3,
+    )
+    model_persistence_threshold: Count | None = Field(
+        None,
+        description="elements that may stay gathered in all",
+        serialization_alias="stage3_model_persistence_threshold",
+        json_schema_extra=_PLAN_STAGE_3,
+    )
+    max_live_parameters: Count | None = Field(
+        None,
+        description="elements that may be gathered at one time; limits prefetch",
+        serialization_alias="stage3_max_live_parameters",
+        json_schema_extra=_PLAN_STAGE_3,
+    )
+    gather_16bit_weights_on_model_save: Flag = Field(
+        False,
+        description="save_16bit_model writes full weights although parameters are sharded",
+        serialization_alias="stage3_gather_16bit_weights_on_model_save",
+        json_schema_extra={"from_stage": 3},
+    )
+    offload_param: OffloadParamSection | None = Field(None, description="where parameters sleep")
+    offload_optimizer: OffloadOptimizerSection | None = Field(None, description="where optimizer state sleeps")
+
+
+_RECOMPUTE = _idle("recomputing is switched by shardledger.activation_checkpointing")
+
+
+class ActivationCheckpointingSection(Section):
+    """DeepSpeed's settings for its own checkpoint function; ``shardledger.activation_checkpointing`` switches ours."""
+
+    partition_activations: Flag = Field(
+        False, description="split saved activations over model-parallel ranks", json_schema_extra=_RECOMPUTE
+    )
+    contiguous_memory_optimization: Flag = Field(
+        False, description="copy saved activations into one buffer", json_schema_extra=_RECOMPUTE
+    )
+    synchronize_checkpoint_boundary: Flag = Field(
+        False, description="synchronize the device at each boundary", json_schema_extra=_RECOMPUTE
+    )
+    profile: Flag = Field(False, description="time forward and backward", json_schema_extra=_RECOMPUTE)
+    number_checkpoints: Count | None = Field(
+        None, description="number of saved boundaries", json_schema_extra=_RECOMPUTE
+    )
+    cpu_checkpointing: Flag = Field(False, description="keep saved activations in host memory; only false is available")
+
+
+class ShardledgerSection(Section):
+    """The keys that DeepSpeed does not have."""
+
+    units: tuple[str, ...] | None = Field(
+        None,
+        description="class names of the modules that are gathered and reduced as one; not given: the repeated blocks",
+        json_schema_extra=_PLAN,
+    )
+    activation_checkpointing: Flag = Field(
+        False, description="keep only the inputs of each unit and recompute the rest in backward"
+    )
+    timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
+    reproducible: Flag = Field(
+        False, description="results that do not depend on the number of ranks; only false is available"
+    )
+    checks: Literal["default", "full"] = Field(
+        "default", description="how much the engine verifies while it runs; only default is available"
+    )
+    lenient: Flag = Field(False, description="unknown keys are warnings instead of errors")
+    prefetch: Flag = Field(True, description="gather the next unit while this one computes (stage 3)")

@@ -1,0 +1,1 @@
+"""Which element lives where? Pure integers: no torch in this room."""

@@ -1,0 +1,1 @@
+"""What did we decide? Pure: no torch in this room."""

@@ -1,0 +1,123 @@
+"""From what the user asked (config) and what the model is (spec) to the plan. Every knob is read here, once."""
+
+from __future__ import annotations
+
+from shardledger.config import Config
+from shardledger.errors import PlanError
+from shardledger.plan.plan import Communication, Plan, Precision, StepRule, UnitPlan
+from shardledger.plan.roles import STAGE_ROLES, Role
+from shardledger.plan.spec import REAL_FLOATS, ModelSpec
+from shardledger.plan.units import find_units
+
+ALIGNMENT = 8
+"""Elements: 16 bytes of bf16, the width NCCL copies at full speed."""
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
+    """Decide. Pure: the same arguments give the same plan on every rank.
+
+    Raises:
+        PlanError: the model has no parameters, or ``shardledger.units`` names no class of it.
+    """
+    if not model.parameters:
+        raise PlanError(f"{model.class_name} has no parameters: there is nothing to train or to shard.")
+    zero = config.zero_optimization
+    sharded = STAGE_ROLES[zero.stage]
+    units = tuple(
+        UnitPlan(
+            path=path,
+            parameters=names,
+            sharded=sharded,
+            recompute=bool(path) and config.shardledger.activation_checkpointing,
+        )
+        for path, names in find_units(model, config.shardledger.units)
+    )
+    precision = _precision(config, sharded)
+    persistent = _persistent(config, model) if Role.PARAM in sharded else frozenset()
+    return Plan(
+        stage=zero.stage,
+        world=world,
+        units=units,
+        persistent=persistent,
+        alignment=ALIGNMENT,
+        precision=precision,
+        communication=_communication(config, model, units),
+        step=StepRule(
+            micro_batch=config.train_micro_batch_size_per_gpu,
+            accumulation=config.gradient_accumulation_steps,
+            clip_norm=config.gradient_clipping,
+        ),
+        reasons=_reasons(config, model, units, persistent),
+    )
+
+
+def _precision(config: Config, sharded: frozenset[Role]) -> Precision:
+    """fp32 gradients wherever sums must not round: across ranks always, across micro-batches when there are several."""
+    compute = _DTYPES[config.precision]
+    asked = config.data_types.grad_accum_dtype
+    accumulate = _DTYPES[asked] if asked else "float32"
+    local = accumulate
+    if not asked and Role.OPTIM in sharded and Role.GRAD not in sharded and config.gradient_accumulation_steps == 1:
+        local = compute
+    wire = config.communication_data_type
+    return Precision(
+        compute=compute,
+        accumulate=accumulate,
+        local_accumulate=local,
+        wire=_DTYPES[wire] if wire else compute,
+    )
+
+
+def _persistent(config: Config, model: ModelSpec) -> frozenset[str]:
+    """Small parameters that stay gathered at stage 3, smallest cost first, as DeepSpeed's two thresholds say."""
+    zero = config.zero_optimization
+    threshold = zero.param_persistence_threshold or 0
+    budget = zero.model_persistence_threshold
+    kept: set[str] = set()
+    total = 0
+    if threshold <= 0:
+        return frozenset()
+    for spec in model.parameters:
+        if spec.numel <= threshold and (budget is None or total + spec.numel <= budget):
+            kept.add(spec.name)
+            total += spec.numel
+    return frozenset(kept)
+
+
+def _communication(config: Config, model: ModelSpec, units: tuple[UnitPlan, ...]) -> Communication:
+    zero = config.zero_optimization
+    numel = {p.name: p.numel for p in model.parameters}
+    largest = max(sum(numel[name] for name in unit.parameters) for unit in units)
+    bucket = zero.reduce_bucket_size
+    return Communication(
+        reduce_bucket_numel=max(1, min(bucket, largest) if bucket is not None else largest),
+        overlap=zero.overlap_comm is not False,
+        prefetch=config.shardledger.prefetch and zero.prefetch_bucket_size != 0,
+        max_live_numel=zero.max_live_parameters if zero.max_live_parameters is not None else model.numel,
+        average=config.gradient_allreduce_op == "mean",
+        timeout_s=config.shardledger.timeout_s,
+    )
+
+
+def _reasons(
+    config: Config, model: ModelSpec, units: tuple[UnitPlan, ...], persistent: frozenset[str]
+) -> tuple[str, ...]:
+    reasons = list(config.resolutions)
+    blocks = len(units) - 1
+    reasons.append(
+        f"{model.class_name}: {model.numel:,} parameters in {blocks} repeated block(s) and the root unit"
+        if blocks
+        else f"{model.class_name}: {model.numel:,} parameters in one unit (no repeated blocks; name some in shardledger.units)"
+    )
+    other = sorted({p.dtype for p in model.parameters} & REAL_FLOATS - {_DTYPES[config.precision]})
+    if other:
+        reasons.append(f"parameters of dtype {', '.join(other)} are trained in {config.precision}, as the config says")
+    if persistent:
+        share = sum(p.numel for p in model.parameters if p.name in persistent) / model.numel
+        reasons.append(
+            f"stage3_param_persistence_threshold keeps {len(persistent)} of {len(model.parameters)} parameters gathered "
+            f"({share:.0%} of the elements): these are not sharded between steps"
+        )
+    return tuple(reasons)

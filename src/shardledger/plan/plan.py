@@ -1,0 +1,105 @@
+"""The plan: what was decided, for every rank alike. Frozen, and the same on all ranks (see ``Plan.fingerprint``)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+
+from shardledger.plan.roles import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtypes, as torch names without the ``torch.`` prefix."""
+
+    compute: str
+    """Dtype of weights in forward and backward."""
+    accumulate: str
+    """Dtype in which reduced gradients are kept (``data_types.grad_accum_dtype``)."""
+    local_accumulate: str
+    """Dtype in which unreduced gradients are kept over micro-batches, where gradients are not sharded."""
+    wire: str
+    """Dtype of gradients on the wire (``communication_data_type``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """How bytes are moved."""
+
+    reduce_bucket_numel: int
+    """Most elements one gradient reduction has in flight."""
+    overlap: bool
+    """Whether a reduction may run while the backward pass goes on."""
+    prefetch: bool
+    """Whether the next unit is gathered while the current one computes."""
+    max_live_numel: int
+    """Most gathered elements that prefetching may reach."""
+    average: bool
+    """Mean over ranks (else sum)."""
+    timeout_s: float
+    """Seconds after which a silent rank is an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRule:
+    """What happens between backward passes and the optimizer."""
+
+    micro_batch: int
+    accumulation: int
+    """Micro-batches per optimizer step."""
+    clip_norm: float
+    """Largest global gradient norm; 0 is no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """One unit: parameters that are gathered and reduced together."""
+
+    path: str
+    """Path of the module; ``""`` is the root unit."""
+    parameters: tuple[str, ...]
+    sharded: frozenset[Role]
+    recompute: bool = False
+    """Whether its activations are recomputed in backward."""
+
+    @property
+    def label(self) -> str:
+        """Name for messages."""
+        return self.path or "(root)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything the engine needs to know about what the user asked for."""
+
+    stage: int
+    world: int
+    units: tuple[UnitPlan, ...]
+    persistent: frozenset[str]
+    """Parameters that stay gathered although their unit shards PARAM."""
+    alignment: int
+    """Each rank's interval of a flat buffer is a multiple of this many elements."""
+    precision: Precision
+    communication: Communication
+    step: StepRule
+    reasons: tuple[str, ...] = field(default=(), compare=False)
+    """What was decided and why, one sentence each, for people."""
+
+    def is_sharded(self, role: Role) -> bool:
+        """Whether any unit shards ``role``."""
+        return any(role in unit.sharded for unit in self.units)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest that is equal on all ranks exactly when their plans are."""
+
+        def plain(value: object) -> object:
+            if isinstance(value, Role):
+                return value.value
+            if isinstance(value, (frozenset, set)):
+                return sorted(str(plain(v)) for v in value)
+            raise TypeError(type(value).__name__)
+
+        content = {k: v for k, v in asdict(self).items() if k != "reasons"}
+        return hashlib.sha256(json.dumps(content, default=plain, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,85 @@
+"""Which parameters are gathered and reduced together.
+
+A unit is, as a rule, one of the repeated blocks of the model. What belongs to no block, or to several, is the root unit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from shardledger.errors import PlanError
+from shardledger.plan.spec import ModelSpec, ModuleSpec
+
+ROOT = ""
+"""Path of the root unit."""
+
+
+def find_units(model: ModelSpec, class_names: Sequence[str] | None = None) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Split a model into units: ``((module path, parameter names), ...)``, the root unit first, blocks in model order.
+
+    Args:
+        model: the model's description.
+        class_names: names of the module classes that become units; ``None`` finds the repeated blocks.
+
+    Raises:
+        PlanError: a class name that no module has.
+    """
+    chosen = _named_blocks(model, class_names) if class_names is not None else _repeated_blocks(model)
+    holders = Counter(name for block in chosen for name in set(block.parameters))
+    blocks = []
+    for block in chosen:
+        own = tuple(name for name in dict.fromkeys(block.parameters) if holders[name] == 1)
+        if own:
+            blocks.append((block.path, own))
+    in_blocks = {name for _, names in blocks for name in names}
+    rest = tuple(p.name for p in model.parameters if p.name not in in_blocks)
+    return ((ROOT, rest), *blocks)
+
+
+def _repeated_blocks(model: ModelSpec) -> list[ModuleSpec]:
+    """Children of a ModuleList or Sequential that have a sibling of the same class; only the outermost ones.
+
+    A leaf of a ModuleList (a plain Linear among several heads, say) is left to the root unit: a list says nothing about
+    which of its children a step calls, while a Sequential always calls all of them.
+    """
+    candidates = [m for m in model.modules if m.parameters and (m.container == "sequential" or _listed_block(m))]
+    siblings = Counter((_parent(m.path), m.class_name) for m in candidates)
+    repeated = [m for m in candidates if siblings[_parent(m.path), m.class_name] > 1]
+    return _outermost(repeated)
+
+
+def _listed_block(module: ModuleSpec) -> bool:
+    return module.container == "list" and module.composite
+
+
+def _named_blocks(model: ModelSpec, class_names: Sequence[str]) -> list[ModuleSpec]:
+    known = sorted({m.class_name for m in model.modules})
+    missing = [name for name in class_names if name not in known]
+    if missing:
+        near = get_close_matches(missing[0], known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise PlanError(
+            f"shardledger.units names the module class {missing[0]!r}, which {model.class_name} does not contain.{hint} "
+            f"Its classes: {', '.join(known)}."
+        )
+    wanted = set(class_names)
+    return _outermost([m for m in model.modules if m.class_name in wanted and m.parameters and m.path != ROOT])
+
+
+def _outermost(modules: Sequence[ModuleSpec]) -> list[ModuleSpec]:
+    paths = {m.path for m in modules}
+
+    def inside_another(path: str) -> bool:
+        while path:
+            path = _parent(path)
+            if path and path in paths:
+                return True
+        return False
+
+    return [m for m in modules if not inside_another(m.path)]
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]

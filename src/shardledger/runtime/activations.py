@@ -1,0 +1,33 @@
+"""How many bytes a forward pass keeps for its backward pass, measured once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import torch
+
+
+class ActivationMeter:
+    """Counts the storages that autograd saves, parameters excluded."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._seen: set[int] = set()
+        self._weights: set[int] = set()
+        self._current = 0
+
+    def watch(self, weights: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+        """A context that counts what is saved within it. ``weights`` are counted elsewhere."""
+        self._seen.clear()
+        self._current = 0
+        self._weights = {w.untyped_storage()._cdata for w in weights}
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._weights and storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._current += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self._current)
+        return tensor

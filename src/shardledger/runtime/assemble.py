@@ -1,0 +1,115 @@
+"""Puts the parts of an engine together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from shardledger.runtime.describe import dtype_of
+from shardledger.runtime.executor import Executor
+from shardledger.runtime.gradients import FlatGradients
+from shardledger.runtime.hooks import Hooks
+from shardledger.runtime.placement import Site, place
+from shardledger.runtime.schedule import Schedule, UnitFacts
+from shardledger.runtime.unit import Unit
+from shardledger.transport import Transport
+
+
+@dataclass
+class Parts:
+    """What an engine is made of."""
+
+    units: list[Unit]
+    schedule: Schedule
+    executor: Executor
+    hooks: Hooks
+    transport: Transport
+    unsynced: bool = False
+    """Whether gradients of this window have not been reduced by the last backward pass."""
+    undo: tuple[Any, ...] = ()
+    """Modules whose forward was wrapped for recomputation."""
+    on_destroy: Callable[[], None] | None = None
+    """Ends what initialize began beside the engine: the process group, when it made it."""
+
+    def backward_ended(self) -> None:
+        """Reduce what is left and release everything."""
+        self.executor.perform(self.schedule.end_backward(self.executor.late()))
+        self.unsynced = not (self.executor.sync and self.executor.boundary)
+
+    def abort(self) -> None:
+        """Clean up after an exception: wait for what is under way, return to shards, drop the window's gradients."""
+        self.executor.drain()
+        self.executor.perform(self.schedule.abort())
+        for unit in self.units:
+            for gradients in unit.gradients:
+                gradients.reset()
+        self.unsynced = False
+
+
+def assemble(site: Site) -> Parts:
+    """Place the model and attach to it."""
+    units = place(site)
+    plan = site.plan
+    schedule = Schedule(
+        [_facts(unit) for unit in units],
+        prefetch=plan.communication.prefetch,
+        max_live_numel=plan.communication.max_live_numel,
+    )
+    executor = Executor(units, site.transport, plan)
+    wrapped = [unit.module for unit in units if unit.plan.recompute]
+    for module in wrapped:
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    parts: list[Parts] = []
+    hooks = Hooks(
+        units,
+        schedule,
+        executor,
+        on_backward_end=lambda: parts[0].backward_ended(),
+        on_broken_pass=lambda: parts[0].abort(),
+    )
+    parts.append(Parts(units, schedule, executor, hooks, site.transport, undo=tuple(wrapped)))
+    for unit in units:
+        for flat in unit.flats:
+            if flat.layout.trainable:
+                unit.gradients.append(
+                    FlatGradients(
+                        flat,
+                        accumulate=dtype_of(plan.precision.accumulate),
+                        local_accumulate=dtype_of(plan.precision.local_accumulate),
+                        on_gradient=hooks.gradient_arrived,
+                        on_complete=partial(hooks.flat_complete, unit, len(unit.gradients)),
+                    )
+                )
+    return parts[0]
+
+
+def take_apart(parts: Parts) -> None:
+    """Detach from the model and drop the engine's tensors. Parameters that are whole keep their values."""
+    parts.hooks.remove()
+    for module in parts.undo:
+        module.__dict__.pop("forward", None)
+    for unit in parts.units:
+        for gradients in unit.gradients:
+            gradients.remove_hooks()
+        unit.gradients.clear()
+        unit.flats.clear()
+
+
+def weights_of(units: Sequence[Unit]) -> list[torch.Tensor]:
+    """Every tensor whose storage holds weights."""
+    return [flat.full for unit in units for flat in unit.flats]
+
+
+def _facts(unit: Unit) -> UnitFacts:
+    sharded = unit.sharded_flats
+    return UnitFacts(
+        sharded=bool(sharded),
+        trainable=any(flat.layout.trainable for flat in unit.flats),
+        frozen=any(not flat.layout.trainable for flat in sharded),
+        numel=sum(flat.layout.padded_numel for flat in sharded),
+    )

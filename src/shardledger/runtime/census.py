@@ -1,0 +1,68 @@
+"""What the engine really holds on this rank, counted from live storages."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from shardledger.ledger import OptimizerBytes
+from shardledger.runtime.unit import Unit
+
+
+def state_census(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of live storages by category, each storage counted once."""
+    seen: set[int] = set()
+    full = _count((f.full for u in units for f in u.flats if not f.layout.param_sharded), seen)
+    same, wide = [], []
+    for unit in units:
+        for flat in unit.flats:
+            for tensor in (flat.shard, flat.master):
+                if tensor is not None:
+                    (same if tensor.dtype == flat.dtype else wide).append(tensor)
+    return {
+        "params": full + _count(same, seen),
+        "grads": _count((t for u in units for g in u.gradients for t in (g.local, g.reduced) if t is not None), seen),
+        "master": _count(wide, seen),
+        "optimizer": _count(
+            (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)), seen
+        ),
+    }
+
+
+def transient_bytes(units: Sequence[Unit]) -> int:
+    """Bytes of gathered parameters and unreduced gradients alive now, beside the states."""
+    gathered = sum(f.full.untyped_storage().nbytes() for u in units for f in u.flats if f.layout.param_sharded)
+    pending = sum(
+        g.local.untyped_storage().nbytes()
+        for u in units
+        for g in u.gradients
+        if g.local is not None and not g.keeps_local
+    )
+    return gathered + pending
+
+
+def probe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
+    """What the optimizer's class keeps per element and per piece, measured on two small parameters."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    held = []
+    for numel in (64, 128):
+        parameter = torch.zeros(numel, requires_grad=True)
+        parameter.grad = torch.ones(numel)
+        probe = type(optimizer)([parameter], **options)
+        probe.step()
+        held.append(_count((t for s in probe.state.values() for t in s.values() if isinstance(t, torch.Tensor)), set()))
+    per_element = (held[1] - held[0]) // 64
+    return OptimizerBytes(per_element, held[0] - 64 * per_element)
+
+
+def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
+    return total

@@ -1,0 +1,378 @@
+"""The training engine: what ``shardledger.initialize`` returns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardledger.errors import EngineStateError
+from shardledger.layout.build import Layout
+from shardledger.ledger import CATEGORIES, OptimizerBytes, state_bytes
+from shardledger.plan.plan import Plan
+from shardledger.runtime.activations import ActivationMeter
+from shardledger.runtime.assemble import Parts, take_apart, weights_of
+from shardledger.runtime.census import probe_optimizer, state_census
+from shardledger.runtime.consolidate import full_state_dict
+from shardledger.runtime.step import Stepper, StepOutcome
+from shardledger.telemetry.memory import MemoryMeter
+from shardledger.transport import Traffic
+
+
+@dataclass
+class Progress:
+    """Counters of a run."""
+
+    global_steps: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+    global_samples: int = 0
+    window: int = 0
+    """Micro-batches since the last step."""
+    forced_boundary: bool | None = None
+    last: StepOutcome | None = None
+    traffic_at_step: dict[str, Traffic] = field(default_factory=dict)
+    traffic_of_step: dict[str, Traffic] = field(default_factory=dict)
+    traffic_at_start: dict[str, Traffic] = field(default_factory=dict)
+
+
+class Engine:
+    """Trains a sharded module. Calls and counters carry DeepSpeed's names where DeepSpeed has them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        layout: Layout,
+        parts: Parts,
+        optimizer: torch.optim.Optimizer,
+        stepper: Stepper,
+        meter: MemoryMeter,
+    ) -> None:
+        self.module = module
+        self.plan = plan
+        self.layout = layout
+        self.optimizer = optimizer
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.config: Any = None
+        self.device: torch.device = parts.units[0].flats[0].device if parts.units[0].flats else _device_of(parts)
+        self._parts: Parts | None = parts
+        self._stepper = stepper
+        self._meter = meter
+        self._activations = ActivationMeter()
+        self._progress = Progress()
+        self._optimizer_bytes: OptimizerBytes = probe_optimizer(optimizer)
+        self._progress.traffic_at_start = parts.transport.counters.snapshot()
+        self._progress.traffic_at_step = parts.transport.counters.snapshot()
+        optimizer.register_step_pre_hook(self._guard_optimizer)
+        self._set_boundary()
+
+    # --- the training step ---------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        parts = self._live()
+        try:
+            with self._measure_activations(parts):
+                return self.module(*args, **kwargs)
+        except BaseException:
+            parts.abort()
+            self._progress.window = 0
+            raise
+
+    forward = __call__
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Run the backward pass and return ``loss`` as it came: gradients are averaged at the step, not through it.
+
+        Args:
+            loss: a scalar that requires gradients.
+            retain_graph: as in ``torch.Tensor.backward``.
+            scale_wrt_gas: False when the loss has been divided by the accumulation steps already.
+
+        Raises:
+            EngineStateError: the loss has no graph.
+        """
+        parts = self._live()
+        if not isinstance(loss, torch.Tensor) or loss.grad_fn is None and not loss.requires_grad:
+            raise EngineStateError(
+                f"engine.backward needs a loss that depends on trainable parameters; got {_describe(loss)}. Was the "
+                f"forward pass run under torch.no_grad(), or the loss detached?"
+            )
+        target = loss if scale_wrt_gas else loss * self.plan.step.accumulation
+        try:
+            target.backward(retain_graph=retain_graph)
+        except BaseException:
+            parts.abort()
+            self._progress.window = 0
+            raise
+        return loss
+
+    def step(self) -> None:
+        """Count one micro-batch; at the accumulation boundary clip, update the weights and advance the scheduler."""
+        parts = self._live()
+        if parts.schedule.in_backward:
+            parts.abort()
+            raise EngineStateError("engine.step was called while a backward pass is unfinished (it raised?).")
+        progress = self._progress
+        boundary = self.is_gradient_accumulation_boundary()
+        progress.micro_steps += 1
+        progress.window += 1
+        progress.global_samples += self.plan.step.micro_batch * self.plan.world
+        progress.forced_boundary = None
+        if boundary:
+            self._take_step(parts)
+        self._set_boundary()
+
+    def _take_step(self, parts: Parts) -> None:
+        progress = self._progress
+        if parts.unsynced:
+            parts.executor.reduce_everything()
+            parts.unsynced = False
+        first = progress.last is None
+        outcome = self._stepper.step(parts.executor, progress.window, self.plan.step.clip_norm)
+        progress.last = outcome
+        parts.executor.measuring = first
+        progress.window = 0
+        progress.global_steps += 1
+        if outcome.applied:
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        else:
+            progress.skipped_steps += 1
+            warnings.warn(
+                f"step {progress.global_steps}: the gradient norm is {outcome.grad_norm}; all ranks skipped the "
+                f"update and the learning-rate schedule did not advance ({progress.skipped_steps} skipped so far).",
+                stacklevel=3,
+            )
+        if first:
+            self._agree_on_order(parts)
+        now = parts.transport.counters.snapshot()
+        progress.traffic_of_step = _difference(now, progress.traffic_at_step)
+        progress.traffic_at_step = now
+
+    def _agree_on_order(self, parts: Parts) -> None:
+        """Launch reductions from now on in the order in which rank 0's first backward pass completed the units."""
+        schedule = parts.schedule
+        if len(schedule.reduce_order) < 2:
+            return
+        seen = [u for u in schedule.completed if u in schedule.reduce_order]
+        order = seen + [u for u in schedule.reduce_order if u not in seen]
+        rows = parts.transport.exchange(torch.tensor(order, dtype=torch.float64), "exchange of the reduction order")
+        schedule.reduce_order = tuple(int(u) for u in rows[0].tolist())
+
+    # --- accumulation --------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last one before the optimizer step."""
+        if self._progress.forced_boundary is not None:
+            return self._progress.forced_boundary
+        return self._progress.window + 1 >= self.plan.step.accumulation
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide for the current micro-batch whether ``step`` updates the weights."""
+        self._progress.forced_boundary = is_boundary
+        self._set_boundary()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep their gradients local; the next one outside, or the step, reduces the sum."""
+        parts = self._live()
+        gradients = [g for unit in parts.units for g in unit.gradients]
+        before = parts.executor.sync
+        parts.executor.sync = False
+        for g in gradients:
+            g.widen = True
+        try:
+            yield
+        finally:
+            parts.executor.sync = before
+            for g in gradients:
+                g.widen = not before
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.plan.step.accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per micro-batch and rank."""
+        return self.plan.step.micro_batch
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self.plan.step.micro_batch * self.plan.step.accumulation * self.plan.world
+
+    # --- what happened -------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._live().transport.rank
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.plan.world
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps, skipped ones included."""
+        return self._progress.global_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of ``step``."""
+        return self._progress.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps whose gradient was not finite."""
+        return self._progress.skipped_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples seen by all ranks."""
+        return self._progress.global_samples
+
+    @property
+    def comm_wait_s(self) -> float:
+        """Seconds this rank has waited in collectives since initialize."""
+        return self._live().transport.counters.wait_s
+
+    def was_step_applied(self) -> bool:
+        """Whether the last optimizer step changed the weights."""
+        return self._progress.last is not None and self._progress.last.applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the averaged gradient over all ranks before clipping, at the last step; None before the first."""
+        return self._progress.last.grad_norm if self._progress.last else None
+
+    def get_clip_coefficient(self) -> float | None:
+        """What the last step multiplied the gradient with to clip it; 1.0 when it was within bounds."""
+        return self._progress.last.clip_coefficient if self._progress.last else None
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each param group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self.plan.stage
+
+    def communication(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Bytes, elements and calls sent from this rank by kind: during the last step, since the start, and before it."""
+        progress = self._progress
+        now = self._live().transport.counters.snapshot()
+        return {
+            "step": _plain(progress.traffic_of_step),
+            "training": _plain(_difference(now, progress.traffic_at_start)),
+            "initialize": _plain(progress.traffic_at_start),
+        }
+
+    def ledger(self) -> dict[str, dict[str, int | None]]:
+        """Bytes on this rank by category, predicted from the layout and measured from live storages."""
+        parts = self._live()
+        predicted: dict[str, int | None] = dict.fromkeys((*CATEGORIES, "total"))
+        predicted.update(state_bytes(self.plan, self.layout, self._optimizer_bytes, parts.transport.rank))
+        measured: dict[str, int | None] = dict.fromkeys(CATEGORIES)
+        measured.update(state_census(parts.units, self.optimizer))
+        measured["activations"] = self._activations.peak_bytes
+        measured["communication"] = parts.executor.peak_transient_bytes
+        measured["framework"] = self._meter.baseline_bytes
+        measured["total"] = self._meter.peak_bytes()
+        known = sum(v for k, v in measured.items() if v is not None and k != "total")
+        measured["temporary"] = max(0, measured["total"] - known)
+        return {"predicted": predicted, "measured": measured}
+
+    def gather_scalars(self, values: list[float]) -> list[list[float]]:
+        """Every rank's ``values`` (equally many), by rank; collective."""
+        rows = self._live().transport.exchange(torch.tensor(values, dtype=torch.float64), "exchange of records")
+        return [list(map(float, row)) for row in rows.tolist()]
+
+    # --- the module ----------------------------------------------------------------------------------------------
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """The keys of ``module.state_dict()`` with whole fp32 CPU tensors on rank 0, ``{}`` elsewhere; collective."""
+        parts = self._live()
+        return full_state_dict(self.module, parts.units, parts.transport, all_ranks=all_ranks)
+
+    def train(self, mode: bool = True) -> Engine:
+        """As ``nn.Module.train``."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """As ``nn.Module.eval``."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients accumulated since the last step."""
+        self._live()
+        self._stepper.discard()
+        self._progress.window = 0
+        self._set_boundary()
+
+    def destroy(self) -> None:
+        """Detach from the module and free the engine's memory. Ends the process group if initialize made it."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        take_apart(parts)
+        self._stepper.forget()
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        if parts.on_destroy is not None:
+            parts.on_destroy()
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes the engine does not have are the module's."""
+        if name.startswith("__") or "module" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def _live(self) -> Parts:
+        if self._parts is None:
+            raise EngineStateError("this engine was destroyed: call shardledger.initialize again.")
+        return self._parts
+
+    def _set_boundary(self) -> None:
+        self._live().executor.boundary = self.is_gradient_accumulation_boundary()
+
+    def _measure_activations(self, parts: Parts) -> AbstractContextManager[None]:
+        if self._progress.micro_steps > 0 or not self.module.training or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._activations.watch(weights_of(parts.units))
+
+    def _guard_optimizer(self, *_: Any) -> None:
+        if not self._stepper.running:
+            raise EngineStateError(
+                "optimizer.step() was called directly. The gradients are in the engine: call engine.step(), which "
+                "reduces, clips, updates and advances the scheduler."
+            )
+
+
+def _difference(now: Mapping[str, Traffic], then: Mapping[str, Traffic]) -> dict[str, Traffic]:
+    result = {kind: traffic.minus(then.get(kind, Traffic())) for kind, traffic in now.items()}
+    return {kind: traffic for kind, traffic in result.items() if traffic.calls}
+
+
+def _plain(traffic: Mapping[str, Traffic]) -> dict[str, dict[str, int]]:
+    return {kind: asdict(t) for kind, t in traffic.items()}
+
+
+def _device_of(parts: Parts) -> torch.device:
+    return next(flat.device for unit in parts.units for flat in unit.flats)
+
+
+def _describe(loss: object) -> str:
+    if isinstance(loss, torch.Tensor):
+        return f"a tensor of shape {tuple(loss.shape)} without a graph"
+    return f"a {type(loss).__name__}"
+

@@ -1,0 +1,170 @@
+"""Performs the schedule's actions: gathers, waits, releases, reduces."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardledger.plan.plan import Plan
+from shardledger.runtime.census import transient_bytes
+from shardledger.runtime.describe import dtype_of
+from shardledger.runtime.gradients import FlatGradients
+from shardledger.runtime.schedule import Act, Action
+from shardledger.runtime.states import GradState, ParamState
+from shardledger.runtime.unit import Unit
+from shardledger.transport import ReduceHow, Transport, Work
+
+_REDUCTIONS_IN_FLIGHT = 2
+"""Each holds a full gradient of its flat and a receive buffer, so more would raise the peak for little overlap."""
+
+
+@dataclass
+class _Reduction:
+    gradients: FlatGradients
+    label: str
+    work: Work
+
+
+class Executor:
+    """Moves units between their states. Knows tensors and transport; decides nothing."""
+
+    def __init__(self, units: Sequence[Unit], transport: Transport, plan: Plan) -> None:
+        self.units = units
+        self.sync = True
+        """Whether backward passes end in a reduction (not inside ``no_sync``)."""
+        self.boundary = True
+        """Whether the current micro-batch is the last one before the step."""
+        self.measuring = True
+        """Whether to keep track of the peak of transient bytes: in the first steps, the rest are alike."""
+        self.peak_transient_bytes = 0
+        """Most bytes of gathered parameters and unreduced gradients alive at once, beside the states."""
+        self._transport = transport
+        self._plan = plan
+        self._wire = dtype_of(plan.precision.wire)
+        self._gathers: dict[int, list[Work]] = {}
+        self._reductions: deque[_Reduction] = deque()
+        self._replications: list[Work] = []
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Do what the schedule said, in order."""
+        for action in actions:
+            unit = self.units[action.unit]
+            if action.act is Act.WAIT:
+                self._wait(unit)
+            elif action.act is Act.GATHER:
+                self._gather(unit)
+            elif action.act is Act.RELEASE:
+                self._release(unit)
+            elif action.act is Act.REDUCE and self.sync:
+                for gradients in unit.gradients:
+                    if self.boundary or gradients.flat.layout.grad_sharded:
+                        self._reduce(gradients, unit.label)
+
+    def settle_reductions(self) -> None:
+        """Wait for every reduction under way, and for the replication of reduced gradients that follows at stage 0."""
+        while self._reductions:
+            self._finish_reduction()
+        for work in self._replications:
+            work.wait()
+        self._replications.clear()
+
+    def publish(self) -> None:
+        """After the optimizer: bring the new weights from the masters to the full flats of every rank."""
+        works = []
+        for unit in self.units:
+            for flat in unit.flats:
+                if not flat.layout.trainable or flat.layout.param_sharded:
+                    continue
+                flat.publish()
+                if flat.layout.optim_sharded:
+                    works.append(self._transport.all_gather(flat.full, unit.label))
+        for work in works:
+            work.wait()
+
+    def reduce_everything(self) -> None:
+        """Reduce every trainable flat, whether or not this rank has gradients for it; collective."""
+        for unit in reversed(self.units):
+            for gradients in unit.gradients:
+                self._reduce(gradients, unit.label)
+
+    def late(self) -> list[int]:
+        """Units with gradients that came after their reduction was launched."""
+        return [
+            unit.index
+            for unit in self.units
+            if any(g.state is GradState.PENDING for g in unit.gradients)
+        ]
+
+    def drain(self) -> None:
+        """After a failure: forget what was under way. Errors of the dead collectives add nothing to the first one."""
+        works = [w for works in self._gathers.values() for w in works]
+        works += [r.work for r in self._reductions] + self._replications
+        self._gathers.clear()
+        self._reductions.clear()
+        self._replications.clear()
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError:
+                continue
+
+    def _gather(self, unit: Unit) -> None:
+        unit.move(ParamState.GATHERING)
+        works = []
+        for flat in unit.sharded_flats:
+            flat.allocate()
+            works.append(self._transport.all_gather(flat.full, unit.label))
+        self._gathers[unit.index] = works
+        self._measure()
+
+    def _wait(self, unit: Unit) -> None:
+        if unit.state is ParamState.FULL:
+            return
+        for work in self._gathers.pop(unit.index, ()):
+            work.wait()
+        unit.move(ParamState.FULL)
+        for flat in unit.sharded_flats:
+            flat.expose()
+
+    def _release(self, unit: Unit) -> None:
+        for work in self._gathers.pop(unit.index, ()):
+            work.wait()
+        if unit.state is ParamState.SHARDED:
+            return
+        unit.move(ParamState.SHARDED)
+        for flat in unit.sharded_flats:
+            flat.release()
+
+    def _reduce(self, gradients: FlatGradients, label: str) -> None:
+        while len(self._reductions) >= _REDUCTIONS_IN_FLIGHT:
+            self._finish_reduction()
+        if any(r.gradients is gradients for r in self._reductions):
+            self.settle_reductions()
+        local = gradients.ready_to_reduce()
+        self._measure()
+        wide = local.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+        how = ReduceHow(
+            wire=local.dtype if wide else self._wire,
+            accumulate=gradients.has_sum,
+            bucket_numel=self._plan.communication.reduce_bucket_numel,
+            label=label,
+        )
+        work = self._transport.reduce_scatter(local, gradients.reduced_shard(), how)
+        self._reductions.append(_Reduction(gradients, label, work))
+        if not self._plan.communication.overlap:
+            self.settle_reductions()
+
+    def _finish_reduction(self) -> None:
+        reduction = self._reductions.popleft()
+        reduction.work.wait()
+        gradients = reduction.gradients
+        gradients.finished()
+        if not gradients.flat.layout.optim_sharded:
+            self._replications.append(self._transport.all_gather(gradients.reduced, reduction.label))
+
+    def _measure(self) -> None:
+        if self.measuring:
+            self.peak_transient_bytes = max(self.peak_transient_bytes, transient_bytes(self.units))

@@ -1,0 +1,161 @@
+"""Gradients of one flat: from autograd into a flat buffer, and summed over ranks into the part this rank keeps.
+
+    local     1-D [padded_numel]  gradients of this rank that no other rank has seen. Where GRAD is sharded it lives from
+                                  the first gradient of a backward pass to its reduction; elsewhere always.
+    reduced   1-D                 sums over ranks and micro-batches, not yet divided: a shard, or all of it when OPTIM is
+                                  not sharded. Part of the memory of ``local`` where dtype and sharding allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from shardledger.runtime.parameters import FlatParameters
+from shardledger.runtime.states import GradState, move
+
+
+class FlatGradients:
+    """Collects the gradients of one trainable flat. ``on_complete`` is called when every parameter has one."""
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        *,
+        accumulate: torch.dtype,
+        local_accumulate: torch.dtype,
+        on_gradient: Callable[[], None],
+        on_complete: Callable[[], None],
+    ) -> None:
+        self.flat = flat
+        self.state = GradState.EMPTY
+        self.accumulate = accumulate if flat.master_dtype == torch.float32 else flat.master_dtype
+        self.local_dtype = local_accumulate if flat.master_dtype == torch.float32 else flat.master_dtype
+        self.widen = False
+        """Keep local gradients in the accumulation dtype: several backward passes come before the next reduction."""
+        self.has_sum = False
+        """Whether ``reduced`` holds anything of this window."""
+        self._kept = self._empty(self.local_dtype) if self.keeps_local else None
+        self.local: torch.Tensor | None = self._kept
+        self.reduced = self._make_reduced()
+        self.present = [False] * len(flat.parameters)
+        """Which parameters have had a gradient on this rank since the last step."""
+        self._round = [False] * len(flat.parameters)
+        """Which have one in the current ``local``."""
+        self._left = len(flat.parameters)
+        self._on_gradient = on_gradient
+        self._on_complete = on_complete
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            for index, parameter in enumerate(flat.parameters)
+        ]
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether local gradients stay in place over micro-batches and steps."""
+        return not self.flat.layout.grad_sharded
+
+    @property
+    def shared(self) -> bool:
+        """Whether ``reduced`` is part of ``local``."""
+        return self.keeps_local and self.local_dtype == self.accumulate
+
+    def begin_backward(self) -> None:
+        """A backward pass starts: all parameters are expected once more."""
+        self._left = len(self.flat.parameters)
+
+    def ready_to_reduce(self) -> torch.Tensor:
+        """The local gradients, complete: zeros where none came. Creates both buffers when they are missing."""
+        self._ensure_local()
+        local = self.local
+        assert local is not None
+        for index, slot in enumerate(self.flat.layout.slots):
+            if not self._round[index]:
+                local[slot.start : slot.start + slot.numel].zero_()
+        local[self.flat.layout.numel :].zero_()
+        self._move(GradState.PENDING)
+        self._move(GradState.REDUCING)
+        return local
+
+    def reduced_shard(self) -> torch.Tensor:
+        """This rank's interval of ``reduced``."""
+        return self.reduced if self.flat.layout.optim_sharded else self.flat.interval_of(self.reduced)
+
+    def finished(self) -> None:
+        """The reduction is done: local gradients are spent."""
+        self._move(GradState.REDUCED)
+        self.has_sum = True
+        self._round = [False] * len(self._round)
+        # Where the sum lies in the memory of the local gradients, those that still come take a buffer of their own.
+        self.local = None if self.shared else self._kept
+
+    def clear(self) -> None:
+        """Forget all gradients: a step was taken, or the window is discarded."""
+        self._move(GradState.EMPTY)
+        self.has_sum = False
+        self.present = [False] * len(self.present)
+        self._round = [False] * len(self._round)
+        self.local = self._kept
+
+    def reset(self) -> None:
+        """Forget all gradients after a failure, whatever state they were in."""
+        self.state = GradState.EMPTY
+        self.clear()
+
+    def remove_hooks(self) -> None:
+        """Detach from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _hook(self, index: int) -> Callable[[nn.Parameter], None]:
+        def accumulated(parameter: nn.Parameter) -> None:
+            self._take(index, parameter)
+
+        return accumulated
+
+    def _take(self, index: int, parameter: nn.Parameter) -> None:
+        """Move one fresh gradient into the flat."""
+        self._on_gradient()
+        self._ensure_local()
+        assert self.local is not None
+        if parameter.grad is None:
+            return
+        if self.state is not GradState.PENDING:
+            self._move(GradState.PENDING)
+        slot = self.flat.layout.slots[index]
+        target = self.local[slot.start : slot.start + slot.numel].view(slot.shape)
+        first = not self._round[index]
+        if first:
+            target.copy_(parameter.grad)
+        else:
+            target.add_(parameter.grad)
+        parameter.grad = None
+        self._round[index] = True
+        if not self.present[index]:
+            self.present[index] = True
+        self._left -= 1
+        if self._left == 0:
+            self._on_complete()
+
+    def _ensure_local(self) -> None:
+        if self.local is None:
+            self.local = self._empty(self.accumulate if self.widen else self.flat.dtype)
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(self.flat.layout.padded_numel, dtype=dtype, device=self.flat.device)
+
+    def _make_reduced(self) -> torch.Tensor:
+        layout = self.flat.layout
+        if self.shared:
+            assert self._kept is not None
+            return self.flat.interval_of(self._kept) if layout.optim_sharded else self._kept
+        numel = layout.shard_numel if layout.optim_sharded else layout.padded_numel
+        return torch.empty(numel, dtype=self.accumulate, device=self.flat.device)
+
+    def _move(self, to: GradState) -> None:
+        move(self.state, to, self.flat.layout.slots[0].name, self.flat.rank)
+        self.state = to
+

@@ -1,0 +1,133 @@
+"""Module hooks that turn what happens in the model into events, and do nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.variable import Variable
+
+from shardledger.errors import EngineStateError
+from shardledger.runtime.executor import Executor
+from shardledger.runtime.schedule import Action, Schedule
+from shardledger.runtime.unit import Unit
+
+
+class Hooks:
+    """Attaches to every unit's module; events go to the schedule, its actions to the executor."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        schedule: Schedule,
+        executor: Executor,
+        *,
+        on_backward_end: Callable[[], None],
+        on_broken_pass: Callable[[], None],
+    ) -> None:
+        self._units = units
+        self._schedule = schedule
+        self._executor = executor
+        self._on_backward_end = on_backward_end
+        self._on_broken_pass = on_broken_pass
+        self._complete: list[set[int]] = [set() for _ in units]
+        self._handles: list[Any] = []
+        for unit in units:
+            self._handles.append(
+                unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), with_kwargs=True, prepend=True)
+            )
+            self._handles.append(unit.module.register_forward_hook(partial(self._post_forward, unit)))
+
+    def remove(self) -> None:
+        """Detach from the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def gradient_arrived(self) -> None:
+        """A parameter received a gradient: the backward pass has begun, if nothing else told so."""
+        if not self._schedule.in_backward:
+            self._begin_backward(0)
+
+    def flat_complete(self, unit: Unit, position: int) -> None:
+        """Every parameter of one flat of a unit has received a gradient."""
+        seen = self._complete[unit.index]
+        seen.add(position)
+        if len(seen) == len(unit.gradients):
+            self._perform(self._schedule.gradients_complete(unit.index))
+
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if unit.index == 0 and self._schedule.in_backward and not _running_backward():
+            self._on_broken_pass()  # an earlier backward pass died half-way
+        self._perform(self._schedule.pre_forward(unit.index))
+        if not torch.is_grad_enabled() or unit.index == 0:
+            return
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        if inputs and self._schedule.track_call(unit.index):
+            left = [len(inputs)]
+            if len(inputs) > 1:
+                inputs[0].register_hook(partial(self._first_input_gradient, unit))
+            for tensor in inputs:
+                tensor.register_hook(partial(self._input_gradient, unit, left))
+
+    def _post_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.is_grad_enabled():
+            found = list(tensors_in(output))
+            if not found and output is not None and unit.sharded_flats:
+                raise EngineStateError(
+                    f"unit {unit.label} ({type(module).__name__}) returned a {type(output).__name__} in which no tensor "
+                    f"was found, so its backward pass could not be prepared. Return tensors, or tuples, lists, dicts or "
+                    f"dataclasses of tensors."
+                )
+            for tensor in found:
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._output_gradient, unit))
+        self._perform(self._schedule.post_forward(unit.index))
+
+    def _output_gradient(self, unit: Unit, gradient: torch.Tensor) -> None:
+        if not self._schedule.in_backward:
+            self._begin_backward(unit.index)
+        self._perform(self._schedule.pre_backward(unit.index))
+
+    def _input_gradient(self, unit: Unit, left: list[int], gradient: torch.Tensor) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            self._perform(self._schedule.post_backward(unit.index))
+
+    def _first_input_gradient(self, unit: Unit, gradient: torch.Tensor) -> None:
+        self._perform(self._schedule.input_reached(unit.index))
+
+    def _begin_backward(self, first: int) -> None:
+        for unit in self._units:
+            self._complete[unit.index].clear()
+            for gradients in unit.gradients:
+                gradients.begin_backward()
+        self._perform(self._schedule.pre_backward(first))
+        Variable._execution_engine.queue_callback(self._on_backward_end)  # type: ignore[attr-defined]
+
+    def _perform(self, actions: list[Action]) -> None:
+        if actions:
+            self._executor.perform(actions)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def _running_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,159 @@
+"""Any torch.optim optimizer, run over this rank's pieces of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardledger.errors import ConfigError, EngineStateError
+from shardledger.runtime.parameters import FlatParameters
+from shardledger.runtime.unit import Unit
+
+WHOLE_PARAMETER_OPTIMIZERS = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+"""Optimizers whose update of one element depends on the parameter's shape or on other elements."""
+
+_FUSED_ON_CPU = frozenset({"Adam", "AdamW"})
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """An optimizer by name, as a configuration gives it."""
+
+    class_name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that this rank's optimizer updates."""
+
+    name: str
+    flat: FlatParameters
+    start: int
+    """First element in the flat's masters."""
+    values: torch.Tensor
+    """The leaf that the optimizer holds: a view of the masters, 1-D, or in the parameter's shape when it is whole."""
+
+
+Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]
+"""Param groups as ``(options, parameter names)``."""
+
+
+def make_pieces(units: Iterable[Unit]) -> dict[str, Piece]:
+    """This rank's non-empty pieces of trainable parameters, by parameter name."""
+    pieces = {}
+    for unit in units:
+        for flat in unit.flats:
+            if flat.master is None:
+                continue
+            shapes = {slot.name: slot.shape for slot in flat.layout.slots}
+            whole = not flat.layout.optim_sharded
+            for piece in flat.layout.pieces_in(flat.master_interval):
+                values = flat.master[piece.in_shard.start : piece.in_shard.stop]
+                if whole:
+                    values = values.view(shapes[piece.name])
+                leaf = values.detach().requires_grad_()
+                pieces[piece.name] = Piece(piece.name, flat, piece.in_shard.start, leaf)
+    return pieces
+
+
+def build_optimizer(
+    recipe: OptimizerRecipe | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer],
+    groups: Groups,
+    pieces: Mapping[str, Piece],
+    *,
+    sharded: bool,
+) -> torch.optim.Optimizer:
+    """Make an optimizer over ``pieces``, or point the user's own at them.
+
+    Raises:
+        ConfigError: no such class, wrong options, or a class that cannot work on parts of parameters.
+        EngineStateError: the user's optimizer has stepped already.
+    """
+    local = [({**options}, [pieces[name].values for name in names if name in pieces]) for options, names in groups]
+    if isinstance(recipe, torch.optim.Optimizer):
+        _check_class(type(recipe).__name__, sharded)
+        return _repoint(recipe, local)
+    as_groups = [{**options, "params": params} for options, params in local]
+    if not isinstance(recipe, OptimizerRecipe):
+        made = recipe(as_groups)
+        _check_class(type(made).__name__, sharded)
+        return made
+    _check_class(recipe.class_name, sharded)
+    cls = getattr(torch.optim, recipe.class_name, None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigError(f"optimizer.type: torch.optim has no optimizer {recipe.class_name!r}.")
+    options = dict(recipe.options)
+    if recipe.class_name in _FUSED_ON_CPU and not {"fused", "foreach", "amsgrad"} & options.keys():
+        # Several times faster than the loop that torch picks by default on CPU, and in fp32 bit for bit independent of
+        # how a parameter is cut.
+        options["fused"] = True
+    try:
+        return cls(as_groups, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params: torch.optim.{recipe.class_name} refuses them: {error}.") from error
+
+
+def groups_of(
+    source: Iterable[Any] | torch.optim.Optimizer | None, names: Mapping[int, str], trainable: Sequence[str]
+) -> Groups:
+    """Param groups by name, from parameters, group dicts, an optimizer, or (None) all trainable parameters.
+
+    Raises:
+        ConfigError: a parameter that the model does not have.
+    """
+    if source is None:
+        return [({}, list(trainable))]
+    entries = list(source.param_groups if isinstance(source, torch.optim.Optimizer) else source)
+    if not entries:
+        raise ConfigError("model_parameters is empty: pass the parameters to train, or leave it out.")
+    if not isinstance(entries[0], Mapping):
+        entries = [{"params": [e[1] if isinstance(e, tuple) else e for e in entries]}]
+    allowed = set(trainable)
+    groups = []
+    for number, entry in enumerate(entries):
+        params = entry["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        found = []
+        for parameter in params:
+            parameter = parameter[1] if isinstance(parameter, tuple) else parameter
+            if id(parameter) not in names:
+                raise ConfigError(
+                    f"param group {number} holds a parameter of shape {tuple(parameter.shape)} that the model does not "
+                    f"have. Build the optimizer from the parameters of the model given to initialize."
+                )
+            if names[id(parameter)] in allowed:
+                found.append(names[id(parameter)])
+        groups.append(({k: v for k, v in entry.items() if k != "params"}, found))
+    return groups
+
+
+def _repoint(
+    optimizer: torch.optim.Optimizer, local: Sequence[tuple[dict[str, Any], list[torch.Tensor]]]
+) -> torch.optim.Optimizer:
+    if any(optimizer.state.values()):
+        raise EngineStateError(
+            "the optimizer given to initialize has stepped already, and its states cannot follow the parameters to "
+            "their shards. Pass a fresh optimizer and load its states from a checkpoint."
+        )
+    optimizer.state.clear()
+    for group, (_, params) in zip(optimizer.param_groups, local, strict=True):
+        group["params"] = params
+    return optimizer
+
+
+def _check_class(name: str, sharded: bool) -> None:
+    if sharded and name in WHOLE_PARAMETER_OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer {name} needs whole parameters, and stages 1 to 3 give each rank parts of them. Use stage 0, or "
+            f"an element-wise optimizer such as AdamW."
+        )
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Canonical name of each parameter by ``id``."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}

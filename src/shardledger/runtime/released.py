@@ -1,0 +1,120 @@
+"""What stands in for a parameter whose values live on other ranks.
+
+The parameter keeps its identity, shape and dtype. Its data is one NaN expanded to the full shape, so that code which
+reaches it below Python reads poison; and its class refuses every operation by name, so that nothing reads it unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardledger.errors import ReleasedParameterError
+
+_MARK = "_shardledger_released"
+"""Attribute of a parameter while it is released: its name and its own class."""
+
+
+class ReleasedParameter(nn.Parameter):
+    """Class of a parameter while it is released. Never constructed: ``__class__`` is switched."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer questions about shape and kind; refuse everything that would read or write values."""
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = next((_name(a) for a in _flat(args, kwargs) if isinstance(a, ReleasedParameter)), "?")
+        getter = getattr(func, "__self__", None)
+        operation = getattr(getter if func.__name__ in ("__get__", "__set__") else func, "__name__", str(func))
+        raise ReleasedParameterError(
+            f"parameter {name!r} is sharded and its values are not on this rank now, so {operation!r} cannot use it. "
+            f"It is gathered while its own unit runs. To read it elsewhere use engine.state_dict(); if another module "
+            f"uses it in forward, let it share a unit: list the class of their common parent in "
+            f'"shardledger": {{"units": [...]}}, or keep it gathered with stage3_param_persistence_threshold.'
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ReleasedParameter({_name(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise ReleasedParameterError(
+            f"parameter {_name(self)!r} is sharded: copy the model before shardledger.initialize, or "
+            f"load engine.state_dict() into a new one."
+        )
+
+
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One element, NaN where the dtype has it, expanded to ``shape``."""
+    poison = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), poison, dtype=dtype, device=device).expand(shape)
+
+
+def release(parameter: nn.Parameter, name: str, stand_in: torch.Tensor) -> None:
+    """Swap the values of ``parameter`` for ``stand_in``."""
+    if type(parameter) is not ReleasedParameter:
+        setattr(parameter, _MARK, (name, type(parameter)))
+        parameter.data = stand_in
+        parameter.__class__ = ReleasedParameter
+
+
+def restore(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Give ``parameter`` its values back (a view of the gathered flat)."""
+    if type(parameter) is ReleasedParameter:
+        parameter.__class__ = getattr(parameter, _MARK)[1]
+        delattr(parameter, _MARK)
+    parameter.data = values
+
+
+def _name(parameter: ReleasedParameter) -> str:
+    return str(getattr(parameter, _MARK)[0])
+
+
+def _flat(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
+    found: list[Any] = []
+    for value in (*args, *(kwargs or {}).values()):
+        found.extend(value) if isinstance(value, (list, tuple)) else found.append(value)
+    return found
+
+
+def _getter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__get__
+
+
+_HARMLESS: frozenset[Any] = frozenset(
+    [
+        _getter(name)
+        for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "names", "grad_fn",
+                     "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mps", "is_xla", "is_mkldnn",
+                     "itemsize", "nbytes", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+        if hasattr(getattr(torch.Tensor, name, None), "__get__")
+    ]
+    + [
+        torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
+        torch.Tensor.grad.__delete__,  # type: ignore[attr-defined]
+        torch.Tensor.size,
+        torch.Tensor.numel,
+        torch.Tensor.nelement,
+        torch.Tensor.dim,
+        torch.Tensor.ndimension,
+        torch.Tensor.element_size,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.Tensor.__len__,
+        torch.Tensor.__hash__,
+        torch.Tensor.register_hook,
+        torch.Tensor.register_post_accumulate_grad_hook,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    ]
+)

@@ -1,0 +1,228 @@
+"""What to do when: module events in, actions out. Pure; it holds no tensors and imports no torch.
+
+Rules, for units whose parameters are sharded:
+* a unit is gathered before it runs and released after, in forward and in backward;
+* while it runs, the unit that ran next last time is gathered ahead, so that at most two units besides the root are full;
+* a forward pass inside a backward pass is a recomputation: its unit stays full for the backward pass that follows.
+
+Rules for gradients: each trainable unit is reduced once per backward pass, when its gradients are complete and all units
+before it in ``reduce_order`` have been launched, the rest at the end; so every rank launches the same reductions in the
+same order whatever its own graph looked like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Act(Enum):
+    """What the executor can be told."""
+
+    GATHER = "gather"
+    WAIT = "wait"
+    RELEASE = "release"
+    REDUCE = "reduce"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One act on one unit."""
+
+    act: Act
+    unit: int
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """What the schedule needs to know about a unit."""
+
+    sharded: bool
+    """Whether its parameters must be gathered."""
+    trainable: bool
+    """Whether it has gradients to reduce."""
+    frozen: bool
+    """Whether it has frozen parameters too, whose use in backward no gradient announces."""
+    numel: int
+    """Elements that gathering it brings."""
+
+
+ROOT = 0
+"""Index of the root unit."""
+
+_LIVE_UNITS = 2
+"""Gathered units besides the root: the one that computes and the one that comes next."""
+
+
+class Schedule:
+    """The state machine of one engine's units."""
+
+    def __init__(self, units: Sequence[UnitFacts], *, prefetch: bool, max_live_numel: int) -> None:
+        self.units = tuple(units)
+        self.in_backward = False
+        self.reduce_order = tuple(u for u in reversed(range(len(units))) if units[u].trainable)
+        self.completed: list[int] = []
+        """Units whose gradients were complete in the current backward pass, in that order."""
+        self._prefetch = prefetch
+        self._max_live = max_live_numel
+        self._gathered: set[int] = set()
+        self._order: list[int] = []
+        self._last_order: list[int] = []
+        self._back_position = 0
+        self._wanted: int | None = None
+        self._calls = [0] * len(units)
+        """Tracked forward calls whose backward has not passed yet."""
+        self._launched = 0
+        """How many of ``reduce_order`` have been reduced in this backward pass."""
+        self._done: set[int] = set()
+        self._reached: set[int] = set()
+        """Units whose first input has its gradient, in the current backward pass."""
+
+    def pre_forward(self, unit: int) -> list[Action]:
+        """A unit is about to run."""
+        if self.in_backward:
+            return self._gather(unit)
+        if unit == ROOT:
+            self._last_order, self._order = self._order, []
+        self._order.append(unit)
+        actions = self._gather(unit)
+        self._wanted = self._next_forward()
+        return actions + self._look_ahead()
+
+    def post_forward(self, unit: int) -> list[Action]:
+        """A unit has run."""
+        if self.in_backward:
+            return []
+        if unit == ROOT:
+            self._wanted = None
+            return [self._release(u) for u in sorted(self._gathered)]
+        return self._release_if_gathered(unit) + self._look_ahead()
+
+    def track_call(self, unit: int) -> bool:
+        """Whether a forward call must be followed through its backward: not when it only recomputes such a call."""
+        if self.in_backward and self._calls[unit] > 0:
+            return False
+        self._calls[unit] += 1
+        return True
+
+    def pre_backward(self, unit: int) -> list[Action]:
+        """The backward pass reaches a unit's outputs."""
+        if not self.in_backward:
+            self.in_backward = True
+            self._back_position = len(self._order)
+            self.completed = []
+            self._launched = 0
+            self._done = set()
+            self._reached = set()
+        actions = self._gather(unit)
+        self._wanted = self._next_backward(unit)
+        return actions + self._look_ahead()
+
+    def post_backward(self, unit: int) -> list[Action]:
+        """The backward pass has left one tracked call of a unit through its inputs."""
+        self._calls[unit] = max(0, self._calls[unit] - 1)
+        if self._calls[unit] or not self.in_backward:
+            return []
+        return self._complete(unit) + self._release_if_gathered(unit) + self._look_ahead()
+
+    def input_reached(self, unit: int) -> list[Action]:
+        """The first input of a tracked call has its gradient; others (shared with other units, say) may be open."""
+        self._reached.add(unit)
+        return self._release_if_spent(unit)
+
+    def gradients_complete(self, unit: int) -> list[Action]:
+        """Every trainable parameter of a unit has received a gradient."""
+        actions = self._complete(unit)
+        return actions + self._release_if_spent(unit)
+
+    def end_backward(self, late: Sequence[int] = ()) -> list[Action]:
+        """The backward pass is over. ``late``: units that received gradients after they were reduced."""
+        if not self.in_backward:
+            return []
+        rest = self.reduce_order[self._launched :]
+        actions = [Action(Act.REDUCE, u) for u in rest]
+        actions += [Action(Act.REDUCE, u) for u in self.reduce_order if u in late and u not in rest]
+        actions += [self._release(u) for u in sorted(self._gathered)]
+        self._end()
+        return actions
+
+    def abort(self) -> list[Action]:
+        """An exception left the pass unfinished: everything returns to its shards, gradients are not reduced."""
+        actions = [self._release(u) for u in sorted(self._gathered)]
+        self._end()
+        return actions
+
+    def _end(self) -> None:
+        self.in_backward = False
+        self._wanted = None
+        self._calls = [0] * len(self.units)
+
+    def _complete(self, unit: int) -> list[Action]:
+        if unit in self._done or not self.units[unit].trainable:
+            return []
+        self._done.add(unit)
+        self.completed.append(unit)
+        actions = []
+        while self._launched < len(self.reduce_order) and self.reduce_order[self._launched] in self._done:
+            actions.append(Action(Act.REDUCE, self.reduce_order[self._launched]))
+            self._launched += 1
+        return actions
+
+    def _release_if_spent(self, unit: int) -> list[Action]:
+        """Release a unit all of whose weights have been used: their gradients are complete and its backward has ended.
+
+        Gradients alone do not tell of frozen weights, nor of calls under a second backward.
+        """
+        if unit == ROOT or unit not in self._done or self.units[unit].frozen:
+            return []
+        if self._calls[unit] == 0 or (self._calls[unit] == 1 and unit in self._reached):
+            return self._release_if_gathered(unit) + self._look_ahead()
+        return []
+
+    def _gather(self, unit: int) -> list[Action]:
+        if not self.units[unit].sharded:
+            return []
+        if unit in self._gathered:
+            return [Action(Act.WAIT, unit)]
+        self._gathered.add(unit)
+        return [Action(Act.GATHER, unit), Action(Act.WAIT, unit)]
+
+    def _look_ahead(self) -> list[Action]:
+        """Gather the wanted unit if there is room for it."""
+        unit = self._wanted
+        if unit is None or not self._prefetch or not self.units[unit].sharded or unit in self._gathered:
+            return []
+        live = [u for u in self._gathered if u != ROOT]
+        if len(live) >= _LIVE_UNITS:
+            return []
+        if sum(self.units[u].numel for u in self._gathered) + self.units[unit].numel > self._max_live:
+            return []
+        self._wanted = None
+        self._gathered.add(unit)
+        return [Action(Act.GATHER, unit)]
+
+    def _next_forward(self) -> int | None:
+        """The unit that ran after this point in the previous pass, when this pass has gone the same way so far."""
+        here = len(self._order)
+        if here < len(self._last_order) and self._last_order[here - 1] == self._order[-1]:
+            return self._last_order[here]
+        return None
+
+    def _next_backward(self, unit: int) -> int | None:
+        """The unit that ran before ``unit`` in the forward pass."""
+        for position in range(min(self._back_position, len(self._order)) - 1, -1, -1):
+            if self._order[position] == unit:
+                self._back_position = position
+                before = self._order[position - 1] if position > 0 else ROOT
+                return before if before != ROOT else None
+        if unit == ROOT and self._order:
+            return self._order[-1] if self._order[-1] != ROOT else None
+        return None
+
+    def _release(self, unit: int) -> Action:
+        self._gathered.discard(unit)
+        return Action(Act.RELEASE, unit)
+
+    def _release_if_gathered(self, unit: int) -> list[Action]:
+        return [self._release(unit)] if unit in self._gathered else []

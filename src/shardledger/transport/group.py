@@ -1,0 +1,129 @@
+"""Joining the other ranks: from the environment that torchrun, SLURM or MPI set, or an existing process group."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardledger.errors import ConfigError, PeerLostError
+from shardledger.transport.gloo import GlooMailbox
+from shardledger.transport.local import SoloMailbox
+from shardledger.transport.native import NativeTransport
+from shardledger.transport.peers import PeerTransport
+from shardledger.transport.port import Transport
+
+_SOURCES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+
+_stores: dict[str, dist.Store] = {}
+_joined: dict[str, int] = {}
+"""Process groups made so far on each store; counts alike on every rank."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands."""
+
+    rank: int
+    world: int
+    local_rank: int
+    source: str
+    """What told: ``"process group"``, ``"RANK/WORLD_SIZE"``, …, or ``"alone"``."""
+
+
+def find_place() -> Place:
+    """Rank and world size, without joining anything.
+
+    Raises:
+        ConfigError: the environment names a rank but no world size, or no integers.
+    """
+    if dist.is_available() and dist.is_initialized():
+        rank = dist.get_rank()
+        return Place(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)), "process group")
+    for rank_name, world_name, local_name in _SOURCES:
+        if rank_name not in os.environ:
+            continue
+        if world_name not in os.environ:
+            raise ConfigError(f"{rank_name} is set but {world_name} is not: start with torchrun, or set both.")
+        try:
+            rank, world = int(os.environ[rank_name]), int(os.environ[world_name])
+            local = int(os.environ.get(local_name, rank))
+        except ValueError as error:
+            raise ConfigError(f"{rank_name}, {world_name} and {local_name} must be integers: {error}.") from None
+        if not 0 <= rank < world:
+            raise ConfigError(f"{rank_name}={rank} is not a rank of {world_name}={world} ranks.")
+        return Place(rank, world, local, f"{rank_name}/{world_name}")
+    return Place(0, 1, 0, "alone")
+
+
+def join(
+    place: Place, device: torch.device, timeout_s: float, *, may_create: bool = True
+) -> tuple[Transport, bool]:
+    """Connect to the other ranks. Returns the transport and whether this call made the process group.
+
+    Raises:
+        PeerLostError: the other ranks did not come in time.
+    """
+    if place.world == 1 and place.source != "process group":
+        return PeerTransport(SoloMailbox()), False
+    created = False
+    if not dist.is_initialized():
+        if not may_create:
+            raise ConfigError(
+                f"there is no process group, {place.source} says {place.world} ranks, and dist_init_required=False "
+                f"forbids to make one: call torch.distributed.init_process_group first, or leave that argument out."
+            )
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+        try:
+            dist.init_process_group(
+                backend,
+                store=_fresh_store(place, timeout_s),
+                rank=place.rank,
+                world_size=place.world,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        except (RuntimeError, ValueError) as error:
+            raise PeerLostError(
+                f"rank {place.rank} of {place.world} could not join the others at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout_s:g} s "
+                f"(rank and world size from {place.source}): {error}"
+            ) from error
+        created = True
+    if place.world == 1:
+        return PeerTransport(SoloMailbox()), created
+    if dist.get_backend() == "gloo" or device.type == "cpu" and "gloo" in str(dist.get_backend()):
+        return PeerTransport(GlooMailbox()), created
+    return NativeTransport(None, device), created
+
+
+def _fresh_store(place: Place, timeout_s: float) -> dist.Store:
+    """A key space that no earlier process group has used.
+
+    The store of a launcher outlives the groups made on it, and a group that finds the addresses of a dead one under its
+    own keys connects to nobody.
+    """
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if address not in _stores:
+        rendezvous = dist.rendezvous(
+            "env://", rank=place.rank, world_size=place.world, timeout=timedelta(seconds=timeout_s)
+        )
+        store, _, _ = next(rendezvous)
+        _stores[address] = store
+    _joined[address] = _joined.get(address, 0) + 1
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"shardledger/{restart}/{_joined[address]}", _stores[address])
+
+
+def leave() -> None:
+    """End the process group that ``join`` made."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
