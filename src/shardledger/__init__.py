@@ -1,7 +1,7 @@
 """shardledger: ZeRO training that accounts for every byte.
 
-    engine, optimizer, loader, scheduler = shardledger.initialize(model=model, config="ds_config.json")
-    loss = engine(x, y); engine.backward(loss); engine.step()
+engine, optimizer, loader, scheduler = shardledger.initialize(model=model, config="ds_config.json")
+loss = engine(x, y); engine.backward(loss); engine.step()
 """
 
 from __future__ import annotations
@@ -26,7 +26,20 @@ _HOMES = {
     "ReleasedParameterError": "shardledger.errors",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Engine",
+    "EngineStateError",
+    "PeerLostError",
+    "PlanError",
+    "RanksDisagreeError",
+    "ReleasedParameterError",
+    "ShardledgerError",
+    "TransportError",
+    "initialize",
+    "load_config",
+]
 
 if TYPE_CHECKING:
     from shardledger.api import initialize

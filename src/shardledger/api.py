@@ -27,8 +27,6 @@ from shardledger.runtime.step import Stepper
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Place, Transport, find_place, join, leave
 
-_DEFAULT_OPTIMIZER = OptimizerRecipe("AdamW", {"lr": 1e-3})
-
 
 @dataclass(frozen=True)
 class _Wanted:
@@ -87,6 +85,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         raise ConfigError("mpu: model parallelism is not supported; leave it out.")
     place = find_place()
     settings = _settings(args, config, config_params, place)
+    recipe = _recipe(settings, optimizer)
     target = _device(device, place)
     spec = describe(model)
     plan = build_plan(settings, spec, world=place.world)
@@ -106,7 +105,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         raise
     parts.on_destroy = leave if created else None
     pieces = make_pieces(parts.units)
-    made = build_optimizer(_recipe(settings, optimizer), groups, pieces, sharded=plan.is_sharded(Role.OPTIM))
+    made = build_optimizer(recipe, groups, pieces, sharded=plan.is_sharded(Role.OPTIM))
     engine = Engine(model, plan, layout, parts, made, Stepper(parts.units, pieces, made, transport, plan), meter)
     engine.config = settings
     engine.lr_scheduler = _scheduler(settings, lr_scheduler, made)
@@ -167,7 +166,10 @@ def _recipe(settings: Config, optimizer: Any) -> Any:
     if optimizer is not None:
         return optimizer
     if settings.optimizer is None:
-        return _DEFAULT_OPTIMIZER
+        raise ConfigError(
+            'there is no optimizer: add "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} to the configuration, or '
+            "pass optimizer=..."
+        )
     return OptimizerRecipe(*settings.optimizer.resolved())
 
 
@@ -177,7 +179,7 @@ def _scheduler(settings: Config, lr_scheduler: Any, optimizer: torch.optim.Optim
         return lr_scheduler if is_object else lr_scheduler(optimizer)
     if settings.scheduler is None:
         return None
-    return build_scheduler(settings.scheduler.type, settings.scheduler.params, optimizer)
+    return build_scheduler(*settings.scheduler.resolved(), optimizer)
 
 
 def _loader(wanted: _Wanted, settings: Config, plan: Plan, transport: Transport) -> DataLoader[Any] | None:

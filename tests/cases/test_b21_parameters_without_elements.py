@@ -65,6 +65,8 @@ class OnlyEmptyBlocks(nn.Module):
         return torch.nn.functional.mse_loss(hidden.sum(dim=1, keepdim=True) + nothing, y)
 
 
+# The decay is given: what DeepSpeed takes when it is not is not what torch takes.
+ADAMW = {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.01}
 KINDS = (EmptyAtTheEnd, EmptyInTheMiddle, EmptyInUse, OnlyEmptyBlocks)
 
 
@@ -81,7 +83,7 @@ def train_empty(kind):
     part = micro_batches(numbers(12, 4), rank, world, 1)[0]
     with group(30):
         for stage in STAGES:
-            settings = config(stage, optimizer="AdamW", optimizer_params={"lr": 0.01, "eps": 1e-4})
+            settings = config(stage, optimizer="AdamW", optimizer_params=ADAMW)
             settings["train_micro_batch_size_per_gpu"] = len(part[0])
             engine, optimizer, _, _ = sl.initialize(model=make(kind), config=settings)
             for _ in range(3):
@@ -98,7 +100,7 @@ def train_empty(kind):
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_with_empty_parameters_train_as_in_torch(kind, world):
-    adamw = make_optimizer("AdamW", lr=0.01, eps=1e-4)
+    adamw = make_optimizer("AdamW", **ADAMW)
     right = reference(make(kind), numbers(12, 4), adamw, steps=3).weights
     shapes = {name: tuple(p.shape) for name, p in make(kind).named_parameters()}
     for rank, found in enumerate(run_ranks(train_empty, world, kind)):

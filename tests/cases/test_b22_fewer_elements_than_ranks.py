@@ -36,7 +36,13 @@ def train_groups(way, limit, precision):
     with group(30):
         for stage in STAGES:
             model = Three()
-            settings = config(stage, optimizer="AdamW", gradient_clipping=limit, precision=precision)
+            settings = config(
+                stage,
+                optimizer="AdamW",
+                optimizer_params={"weight_decay": 0.01},
+                gradient_clipping=limit,
+                precision=precision,
+            )
             if way == "json":
                 settings["scheduler"] = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
                 engine = sl.initialize(model=model, config=settings, model_parameters=model.groups())[0]

@@ -9,6 +9,7 @@ from support.ranks import run_ranks
 from support.training import config, group, place
 
 STAGES = (0, 1, 2, 3)
+ADAMW = {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.01}
 WIDTH, LAYERS, RANK = 500, 4, 2  # about a million frozen elements and 8,500 trainable ones
 
 
@@ -23,7 +24,7 @@ def account():
     found = {}
     with group():
         for stage in STAGES:
-            settings = config(stage, optimizer="AdamW", optimizer_params={"lr": 0.01, "eps": 1e-4})
+            settings = config(stage, optimizer="AdamW", optimizer_params=ADAMW)
             x, y = micro_batches(numbers(4, WIDTH), *place(), 1)[0]
             settings["train_micro_batch_size_per_gpu"] = len(x)
             engine, optimizer, _, _ = sl.initialize(model=make(), config=settings)
@@ -42,7 +43,7 @@ def test_gradients_and_moments_are_kept_for_trainable_elements_only(world):
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert frozen > 1e6 and trainable < 2e4
-    adamw = make_optimizer("AdamW", lr=0.01, eps=1e-4)
+    adamw = make_optimizer("AdamW", **ADAMW)
     right = reference(make(), numbers(4, WIDTH), adamw, steps=2).weights
     slack = 4 * 5 * world * 64 * 4
     for rank, found in enumerate(run_ranks(account, world)):

@@ -143,7 +143,8 @@ def test_a_model_on_the_meta_device_trains_and_is_the_same_in_every_stage(world)
     born = run_ranks(train_from_meta, 1)[0][3][0]
     assert set(born) == set(build("transformer").state_dict())
     assert float(born["position"].std()) == pytest.approx(0.02, rel=0.3)
-    assert float(born["embedding.weight"].std()) == pytest.approx(1.0, rel=0.3)
+    # Tied: either module may have the last word on the shared weight, but somebody must.
+    assert 0.1 < float(born["embedding.weight"].std()) < 1.5
     assert float(born["norm.weight"].min()) == 1.0
 
 

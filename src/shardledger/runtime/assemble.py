@@ -81,8 +81,8 @@ def assemble(site: Site) -> Parts:
                         flat,
                         accumulate=dtype_of(plan.precision.accumulate),
                         local_accumulate=dtype_of(plan.precision.local_accumulate),
-                        on_gradient=hooks.gradient_arrived,
-                        on_complete=partial(hooks.flat_complete, unit, len(unit.gradients)),
+                        listener=hooks,
+                        position=len(unit.gradients),
                     )
                 )
     return parts[0]

@@ -36,9 +36,7 @@ def full_state_dict(
     return dict(_entries(module, values)) if wanted else {}
 
 
-def full_values(
-    flat: FlatParameters, transport: Transport, *, all_ranks: bool, label: str
-) -> torch.Tensor | None:
+def full_values(flat: FlatParameters, transport: Transport, *, all_ranks: bool, label: str) -> torch.Tensor | None:
     """The whole flat, masters where there are some, 1-D [padded_numel]; None on ranks that do not get it."""
     source = flat.master if flat.master is not None else flat.shard
     if source is None:

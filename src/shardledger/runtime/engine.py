@@ -19,7 +19,7 @@ from shardledger.runtime.activations import ActivationMeter
 from shardledger.runtime.assemble import Parts, take_apart, weights_of
 from shardledger.runtime.census import probe_optimizer, state_census
 from shardledger.runtime.consolidate import full_state_dict
-from shardledger.runtime.step import Stepper, StepOutcome
+from shardledger.runtime.step import StepOutcome, Stepper
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Traffic
 
@@ -82,8 +82,7 @@ class Engine:
             with self._measure_activations(parts):
                 return self.module(*args, **kwargs)
         except BaseException:
-            parts.abort()
-            self._progress.window = 0
+            self._abort(parts)
             raise
 
     forward = __call__
@@ -109,8 +108,7 @@ class Engine:
         try:
             target.backward(retain_graph=retain_graph)
         except BaseException:
-            parts.abort()
-            self._progress.window = 0
+            self._abort(parts)
             raise
         return loss
 
@@ -118,7 +116,7 @@ class Engine:
         """Count one micro-batch; at the accumulation boundary clip, update the weights and advance the scheduler."""
         parts = self._live()
         if parts.schedule.in_backward:
-            parts.abort()
+            self._abort(parts)
             raise EngineStateError("engine.step was called while a backward pass is unfinished (it raised?).")
         progress = self._progress
         boundary = self.is_gradient_accumulation_boundary()
@@ -313,7 +311,7 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated since the last step."""
-        self._live()
+        self._live().executor.settle_reductions()
         self._stepper.discard()
         self._progress.window = 0
         self._set_boundary()
@@ -341,6 +339,12 @@ class Engine:
         if self._parts is None:
             raise EngineStateError("this engine was destroyed: call shardledger.initialize again.")
         return self._parts
+
+    def _abort(self, parts: Parts) -> None:
+        """Clean up after an exception; the accumulation window starts anew."""
+        parts.abort()
+        self._progress.window = 0
+        self._set_boundary()
 
     def _set_boundary(self) -> None:
         self._live().executor.boundary = self.is_gradient_accumulation_boundary()
@@ -375,4 +379,3 @@ def _describe(loss: object) -> str:
     if isinstance(loss, torch.Tensor):
         return f"a tensor of shape {tuple(loss.shape)} without a graph"
     return f"a {type(loss).__name__}"
-

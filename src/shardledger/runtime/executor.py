@@ -92,11 +92,7 @@ class Executor:
 
     def late(self) -> list[int]:
         """Units with gradients that came after their reduction was launched."""
-        return [
-            unit.index
-            for unit in self.units
-            if any(g.state is GradState.PENDING for g in unit.gradients)
-        ]
+        return [unit.index for unit in self.units if any(g.state is GradState.PENDING for g in unit.gradients)]
 
     def drain(self) -> None:
         """After a failure: forget what was under way. Errors of the dead collectives add nothing to the first one."""

@@ -1,14 +1,15 @@
 """Gradients of one flat: from autograd into a flat buffer, and summed over ranks into the part this rank keeps.
 
-    local     1-D [padded_numel]  gradients of this rank that no other rank has seen. Where GRAD is sharded it lives from
-                                  the first gradient of a backward pass to its reduction; elsewhere always.
-    reduced   1-D                 sums over ranks and micro-batches, not yet divided: a shard, or all of it when OPTIM is
-                                  not sharded. Part of the memory of ``local`` where dtype and sharding allow.
+local     1-D [padded_numel]  gradients of this rank that no other rank has seen. Where GRAD is sharded it lives from
+                              the first gradient of a backward pass to its reduction; elsewhere always.
+reduced   1-D                 sums over ranks and micro-batches, not yet divided: a shard, or all of it when OPTIM is
+                              not sharded. Part of the memory of ``local`` where dtype and sharding allow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,8 +18,21 @@ from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.states import GradState, move
 
 
+class GradientListener(Protocol):
+    """Who is told what arrives."""
+
+    def gradient_arrived(self) -> None:
+        """A parameter received a gradient."""
+
+    def flat_busy(self) -> None:
+        """A gradient arrived while the flat's previous ones are being reduced: that reduction must end first."""
+
+    def flat_complete(self, unit: int, position: int) -> None:
+        """Every parameter of the flat at ``position`` of a unit has a gradient."""
+
+
 class FlatGradients:
-    """Collects the gradients of one trainable flat. ``on_complete`` is called when every parameter has one."""
+    """Collects the gradients of one trainable flat and tells ``listener`` when every parameter has one."""
 
     def __init__(
         self,
@@ -26,8 +40,8 @@ class FlatGradients:
         *,
         accumulate: torch.dtype,
         local_accumulate: torch.dtype,
-        on_gradient: Callable[[], None],
-        on_complete: Callable[[], None],
+        listener: GradientListener,
+        position: int,
     ) -> None:
         self.flat = flat
         self.state = GradState.EMPTY
@@ -45,8 +59,8 @@ class FlatGradients:
         self._round = [False] * len(flat.parameters)
         """Which have one in the current ``local``."""
         self._left = len(flat.parameters)
-        self._on_gradient = on_gradient
-        self._on_complete = on_complete
+        self._listener = listener
+        self._position = position
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
             for index, parameter in enumerate(flat.parameters)
@@ -118,11 +132,13 @@ class FlatGradients:
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
         """Move one fresh gradient into the flat."""
-        self._on_gradient()
-        self._ensure_local()
-        assert self.local is not None
         if parameter.grad is None:
             return
+        self._listener.gradient_arrived()
+        if self.state is GradState.REDUCING:
+            self._listener.flat_busy()
+        self._ensure_local()
+        assert self.local is not None
         if self.state is not GradState.PENDING:
             self._move(GradState.PENDING)
         slot = self.flat.layout.slots[index]
@@ -138,7 +154,7 @@ class FlatGradients:
             self.present[index] = True
         self._left -= 1
         if self._left == 0:
-            self._on_complete()
+            self._listener.flat_complete(self.flat.layout.unit, self._position)
 
     def _ensure_local(self) -> None:
         if self.local is None:
@@ -158,4 +174,3 @@ class FlatGradients:
     def _move(self, to: GradState) -> None:
         move(self.state, to, self.flat.layout.slots[0].name, self.flat.rank)
         self.state = to
-

@@ -53,12 +53,16 @@ class Hooks:
         if not self._schedule.in_backward:
             self._begin_backward(0)
 
-    def flat_complete(self, unit: Unit, position: int) -> None:
+    def flat_busy(self) -> None:
+        """A gradient arrived while the flat's previous ones are being reduced: that reduction must end first."""
+        self._executor.settle_reductions()
+
+    def flat_complete(self, unit: int, position: int) -> None:
         """Every parameter of one flat of a unit has received a gradient."""
-        seen = self._complete[unit.index]
+        seen = self._complete[unit]
         seen.add(position)
-        if len(seen) == len(unit.gradients):
-            self._perform(self._schedule.gradients_complete(unit.index))
+        if len(seen) == len(self._units[unit].gradients):
+            self._perform(self._schedule.gradients_complete(unit))
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if unit.index == 0 and self._schedule.in_backward and not _running_backward():

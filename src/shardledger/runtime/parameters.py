@@ -1,10 +1,10 @@
 """The parameters of one flat: full, or only this rank's shard of them.
 
-    full      1-D [padded_numel]  compute dtype; the parameters are views of it. Its storage is empty while released.
-    shard     1-D [shard_numel]   what this rank keeps of it when PARAM is sharded: the fp32 masters, or, for a frozen
-                                  flat, the weights themselves
-    master    1-D                 fp32 weights that the optimizer updates: a shard when OPTIM is sharded, else all of
-                                  them; the same memory as the weights when those are fp32 themselves
+full      1-D [padded_numel]  compute dtype; the parameters are views of it. Its storage is empty while released.
+shard     1-D [shard_numel]   what this rank keeps of it when PARAM is sharded: the fp32 masters, or, for a frozen
+                              flat, the weights themselves
+master    1-D                 fp32 weights that the optimizer updates: a shard when OPTIM is sharded, else all of
+                              them; the same memory as the weights when those are fp32 themselves
 """
 
 from __future__ import annotations

@@ -156,4 +156,3 @@ def _parameter(places: dict[str, list[tuple[nn.Module, str]]], name: str) -> nn.
     parameter = module._parameters[attribute]
     assert parameter is not None
     return parameter
-

@@ -93,9 +93,31 @@ def _getter(name: str) -> Any:
 _HARMLESS: frozenset[Any] = frozenset(
     [
         _getter(name)
-        for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "names", "grad_fn",
-                     "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mps", "is_xla", "is_mkldnn",
-                     "itemsize", "nbytes", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+        for name in (
+            "shape",
+            "dtype",
+            "device",
+            "requires_grad",
+            "grad",
+            "is_leaf",
+            "ndim",
+            "layout",
+            "names",
+            "grad_fn",
+            "is_cuda",
+            "is_cpu",
+            "is_meta",
+            "is_sparse",
+            "is_quantized",
+            "is_mps",
+            "is_xla",
+            "is_mkldnn",
+            "itemsize",
+            "nbytes",
+            "retains_grad",
+            "_backward_hooks",
+            "_post_accumulate_grad_hooks",
+        )
         if hasattr(getattr(torch.Tensor, name, None), "__get__")
     ]
     + [

@@ -63,9 +63,7 @@ def find_place() -> Place:
     return Place(0, 1, 0, "alone")
 
 
-def join(
-    place: Place, device: torch.device, timeout_s: float, *, may_create: bool = True
-) -> tuple[Transport, bool]:
+def join(place: Place, device: torch.device, timeout_s: float, *, may_create: bool = True) -> tuple[Transport, bool]:
     """Connect to the other ranks. Returns the transport and whether this call made the process group.
 
     Raises:

@@ -123,7 +123,9 @@ class PeerTransport:
         messages = self._swap(list(outgoing.items()), list(incoming.items()), tag, f"reduction of unit {how.label}")
         return _Bucket(messages, incoming)
 
-    def _sum_bucket(self, bucket: _Bucket, full: torch.Tensor, out: torch.Tensor, column: slice, how: ReduceHow) -> None:
+    def _sum_bucket(
+        self, bucket: _Bucket, full: torch.Tensor, out: torch.Tensor, column: slice, how: ReduceHow
+    ) -> None:
         self._settle(bucket.messages, f"reduction of unit {how.label}")
         target = out[column]
         mine = full.view(self.world, -1)[self.rank, column]
