@@ -17,9 +17,7 @@ ALIGNMENTS = st.sampled_from([1, 2, 3, 8, 128])
 
 def lay(shapes, world, alignment=8, sharded=(True, True, True)) -> FlatLayout:
     named = [(f"p{i}", tuple(shape)) for i, shape in enumerate(shapes)]
-    return make_flat(
-        named, unit=0, dtype="float32", trainable=True, sharded=sharded, world=world, alignment=alignment
-    )
+    return make_flat(named, unit=0, dtype="float32", trainable=True, sharded=sharded, world=world, alignment=alignment)
 
 
 @settings(max_examples=80, deadline=None)

@@ -8,9 +8,7 @@ from shardledger.plan.units import find_units
 
 
 def module(path, class_name, *parameters, container="", composite=True) -> ModuleSpec:
-    return ModuleSpec(
-        path=path, class_name=class_name, container=container, composite=composite, parameters=parameters
-    )
+    return ModuleSpec(path=path, class_name=class_name, container=container, composite=composite, parameters=parameters)
 
 
 def model(*modules: ModuleSpec, root: tuple[str, ...] = (), class_name: str = "Net") -> ModelSpec:
