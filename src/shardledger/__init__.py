@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "initialize": "shardledger.api",
     "Engine": "shardledger.runtime.engine",
+    "GatheredParameters": "shardledger.runtime.gathered",
     "Config": "shardledger.config",
     "load_config": "shardledger.config",
     "ShardledgerError": "shardledger.errors",
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineStateError",
+    "GatheredParameters",
     "PeerLostError",
     "PlanError",
     "RanksDisagreeError",
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
         TransportError,
     )
     from shardledger.runtime.engine import Engine
+    from shardledger.runtime.gathered import GatheredParameters
 
 
 def __getattr__(name: str) -> Any:

@@ -40,9 +40,8 @@ def hundred_steps(dtype):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [1, 2])
-def test_small_steps_add_up_in_an_fp32_master(world, dtype):
+@pytest.mark.parametrize(("dtype", "world"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2)])
+def test_small_steps_add_up_in_an_fp32_master(dtype, world):
     for found in run_ranks(hundred_steps, world, dtype):
         for master, view, kind in found.values():
             assert master.dtype == torch.float32

@@ -78,7 +78,7 @@ def use_elsewhere(kind):
     part = micro_batches(numbers(12, 4), *place(), 1)[0]
     with group(30):
         for stage in STAGES:
-            settings = {**config(stage), "train_micro_batch_size_per_gpu": len(part[0])}
+            settings = {**config(stage, lr=0.02), "train_micro_batch_size_per_gpu": len(part[0])}
             engine = sl.initialize(model=make(kind), config=settings)[0]
             try:
                 for _ in range(3):
@@ -99,7 +99,7 @@ def sl_error():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_weight_used_elsewhere_is_right_or_refused_by_name(kind):
-    right = reference(make(kind), numbers(12, 4), make_optimizer("SGD", lr=0.1), steps=3).weights
+    right = reference(make(kind), numbers(12, 4), make_optimizer("SGD", lr=0.02), steps=3).weights
     for rank, found in enumerate(run_ranks(use_elsewhere, 2, kind)):
         for stage, outcome in found.items():
             where = f"{kind}, stage {stage}, rank {rank}"
@@ -119,7 +119,7 @@ def use_as_one_unit(kind):
     with group(30):
         for way, more in (("units", {"shardledger": {"units": []}}), ("kept", {})):
             zero = {"stage3_param_persistence_threshold": 10**6} if way == "kept" else None
-            settings = {**config(3, zero=zero, **more), "train_micro_batch_size_per_gpu": len(part[0])}
+            settings = {**config(3, lr=0.02, zero=zero, **more), "train_micro_batch_size_per_gpu": len(part[0])}
             engine = sl.initialize(model=make(kind), config=settings)[0]
             for _ in range(3):
                 engine.backward(engine(*part))
@@ -131,6 +131,6 @@ def use_as_one_unit(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cures_that_the_error_names_work(kind):
-    right = reference(make(kind), numbers(12, 4), make_optimizer("SGD", lr=0.1), steps=3).weights
+    right = reference(make(kind), numbers(12, 4), make_optimizer("SGD", lr=0.02), steps=3).weights
     for way, weights in run_ranks(use_as_one_unit, 2, kind)[0].items():
         assert largest_difference(weights, right) <= 1e-6, way

@@ -61,7 +61,7 @@ def test_a_piece_names_the_same_elements_in_its_shard_and_in_its_parameter(shape
         assert piece.in_shard.numel == piece.in_parameter.numel
         assert flat.shard(rank).start + piece.in_shard.start == slot.start + piece.in_parameter.start
         assert end == piece.in_shard.start or piece.in_shard.start == 0, "pieces follow each other without gaps"
-        assert 0 <= piece.in_parameter.start and piece.in_parameter.stop <= slot.numel
+        assert piece.in_parameter.start >= 0 and piece.in_parameter.stop <= slot.numel
         end = piece.in_shard.stop
     assert end <= flat.shard_numel
 

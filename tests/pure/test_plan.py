@@ -123,8 +123,9 @@ def test_a_reduction_never_has_more_in_flight_than_asked_or_than_the_largest_uni
     assert plan_of(2, zero=zero).communication.reduce_bucket_numel == numel
 
 
-def test_a_model_without_elements_still_has_a_bucket():
-    plan = plan_of(2, model=model_of({"w": 0, "v": 0}))
+@pytest.mark.parametrize("zero", [{}, {"stage3_param_persistence_threshold": 5}])
+def test_a_model_without_elements_still_has_a_plan(zero):
+    plan = plan_of(3, model=model_of({"w": 0, "v": 0}), zero=zero)
     assert plan.communication.reduce_bucket_numel == 1
 
 

@@ -64,7 +64,7 @@ def demo(
     context: typer.Context,
     stage: Annotated[int, typer.Option("--stage", min=0, max=3, help="ZeRO stage.")] = 2,
     nproc: RanksOption = None,
-    steps: StepsOption = 300,
+    steps: StepsOption = 240,
     precision: Annotated[Precision, typer.Option("--precision", help="Number format.")] = Precision.fp32,
     data: DataOption = None,
     seed: SeedOption = 0,

@@ -45,14 +45,14 @@ class RunSettings:
 def demo_settings(options: Options, *, stage: int, precision: str) -> RunSettings:
     """The demo as a DeepSpeed-style config. Raises ConfigError."""
     world, source = _world(options, DEMO_RANKS)
-    warmup = max(1, min(20, options.steps // 5))
+    warmup = max(1, min(40, options.steps // 5))
     config = {
         "train_micro_batch_size_per_gpu": DEMO_MICRO_BATCH,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": precision == "bf16"},
         "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {

@@ -20,7 +20,7 @@ from shardledger.runtime.unit import Unit
 from shardledger.transport import Transport
 
 
-@dataclass
+@dataclass(eq=False)
 class Parts:
     """What an engine is made of."""
 

@@ -19,6 +19,7 @@ from shardledger.runtime.activations import ActivationMeter
 from shardledger.runtime.assemble import Parts, take_apart, weights_of
 from shardledger.runtime.census import probe_optimizer, state_census
 from shardledger.runtime.consolidate import full_state_dict
+from shardledger.runtime.gathered import announce, withdraw
 from shardledger.runtime.step import StepOutcome, Stepper
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Traffic
@@ -71,6 +72,7 @@ class Engine:
         self._progress.traffic_at_start = parts.transport.counters.snapshot()
         self._progress.traffic_at_step = parts.transport.counters.snapshot()
         optimizer.register_step_pre_hook(self._guard_optimizer)
+        announce(parts)
         self._set_boundary()
 
     # --- the training step ---------------------------------------------------------------------------------------
@@ -321,6 +323,7 @@ class Engine:
         parts, self._parts = self._parts, None
         if parts is None:
             return
+        withdraw(parts)
         take_apart(parts)
         self._stepper.forget()
         self.optimizer.state.clear()

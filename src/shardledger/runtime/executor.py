@@ -44,6 +44,7 @@ class Executor:
         self._transport = transport
         self._plan = plan
         self._wire = dtype_of(plan.precision.wire)
+        self._pins: dict[int, int] = {}
         self._gathers: dict[int, list[Work]] = {}
         self._reductions: deque[_Reduction] = deque()
         self._replications: list[Work] = []
@@ -107,7 +108,24 @@ class Executor:
             except RuntimeError:
                 continue
 
+    def pin(self, unit: Unit) -> None:
+        """Gather a unit, if it is not, and keep it full until ``unpin``; collective."""
+        self._pins[unit.index] = self._pins.get(unit.index, 0) + 1
+        if unit.sharded_flats:
+            self._gather(unit)
+            self._wait(unit)
+
+    def unpin(self, unit: Unit) -> None:
+        """End one ``pin``; the last one releases the unit."""
+        self._pins[unit.index] -= 1
+        if not self._pins[unit.index]:
+            del self._pins[unit.index]
+            if unit.sharded_flats:
+                self._release(unit)
+
     def _gather(self, unit: Unit) -> None:
+        if unit.state is not ParamState.SHARDED:
+            return  # pinned
         unit.move(ParamState.GATHERING)
         works = []
         for flat in unit.sharded_flats:
@@ -126,6 +144,8 @@ class Executor:
             flat.expose()
 
     def _release(self, unit: Unit) -> None:
+        if unit.index in self._pins:
+            return
         for work in self._gathers.pop(unit.index, ()):
             work.wait()
         if unit.state is ParamState.SHARDED:

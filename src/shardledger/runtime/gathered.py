@@ -1,0 +1,159 @@
+"""Reading and editing parameters whose values are spread over ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from shardledger.errors import EngineStateError
+from shardledger.runtime.assemble import Parts
+from shardledger.runtime.parameters import FlatParameters
+from shardledger.runtime.unit import Unit
+
+_LIVE: weakref.WeakSet[Parts] = weakref.WeakSet()
+"""The parts of every engine that has not been destroyed."""
+
+_CHUNK = 1 << 20
+
+
+def announce(parts: Parts) -> None:
+    """Make an engine's parameters known to ``GatheredParameters``."""
+    _LIVE.add(parts)
+
+
+def withdraw(parts: Parts) -> None:
+    """Forget an engine."""
+    _LIVE.discard(parts)
+
+
+class GatheredParameters(AbstractContextManager[None]):
+    """Inside the block, ``params`` are whole on every rank; collective.
+
+    With ``modifier_rank``, what that rank has written into them is kept, in weights and fp32 masters of all ranks, and
+    what others have written is discarded. Without it, a change made on any rank is an error on all ranks.
+
+    Args:
+        params: a parameter, parameters, or a module.
+        modifier_rank: the rank whose edits count, or None to read only.
+        enabled: False makes the block do nothing.
+
+    Raises:
+        EngineStateError: a backward pass is running, or (on leaving) parameters were edited without a modifier rank.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, torch.Tensor):
+            params = [params]
+        self._places = list(_find(list(params))) if enabled else []
+        self._modifier = modifier_rank
+        self._sums: list[list[float]] = []
+
+    def __enter__(self) -> None:
+        for parts in self._engines():
+            if parts.schedule.in_backward:
+                raise EngineStateError("GatheredParameters cannot be entered while a backward pass is running.")
+            for unit in self._units(parts):
+                parts.executor.pin(unit)
+        if self._modifier is None:
+            self._sums = [_checksum(view) for _, _, view, _ in self._places]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._keep_edits() if self._modifier is not None else self._refuse_edits()
+        finally:
+            for parts in self._engines():
+                for unit in self._units(parts):
+                    parts.executor.unpin(unit)
+
+    @torch.no_grad()
+    def _keep_edits(self) -> None:
+        assert self._modifier is not None
+        for parts, flat, view, name in self._places:
+            if not 0 <= self._modifier < parts.transport.world:
+                raise EngineStateError(f"modifier_rank {self._modifier} is not a rank of {parts.transport.world}.")
+            parts.transport.broadcast(view, self._modifier, f"edited parameter {name}")
+            _store(flat, name)
+
+    def _refuse_edits(self) -> None:
+        for parts in self._engines():
+            mine = [place for place in self._places if place[0] is parts]
+            before = [s for s, place in zip(self._sums, self._places, strict=True) if place[0] is parts]
+            edited = [float(_checksum(place[2]) != old) for place, old in zip(mine, before, strict=True)]
+            rows = parts.transport.exchange(
+                torch.tensor(edited, dtype=torch.float64), "comparison of gathered parameters"
+            )
+            for rank, row in enumerate(rows.tolist()):
+                names = [place[3] for place, changed in zip(mine, row, strict=True) if changed]
+                if names:
+                    raise EngineStateError(
+                        f"rank {rank} changed {names[0]!r}{' and others' if len(names) > 1 else ''} inside "
+                        f"GatheredParameters without a modifier_rank, so the change would be lost when the parameter is "
+                        f"sharded again. Say whose edit counts: GatheredParameters(params, modifier_rank=0)."
+                    )
+
+    def _engines(self) -> list[Parts]:
+        return list({id(parts): parts for parts, *_ in self._places}.values())
+
+    def _units(self, parts: Parts) -> list[Unit]:
+        indices = sorted({flat.layout.unit for owner, flat, *_ in self._places if owner is parts})
+        return [parts.units[index] for index in indices]
+
+
+_Place = tuple[Parts, FlatParameters, torch.Tensor, str]
+
+
+def _find(params: list[nn.Parameter]) -> Iterator[_Place]:
+    wanted = {id(p) for p in params}
+    for parts in list(_LIVE):
+        for unit in parts.units:
+            for flat in unit.flats:
+                for parameter, slot, view in zip(flat.parameters, flat.layout.slots, flat.views, strict=True):
+                    if id(parameter) in wanted and slot.numel:
+                        yield parts, flat, view, slot.name
+
+
+def _store(flat: FlatParameters, name: str) -> None:
+    """Take over the values of one gathered parameter into this rank's permanent tensors.
+
+    A master keeps its fp32 digits where the 16-bit weight was not touched.
+    """
+    target = flat.master if flat.master is not None else flat.shard
+    if target is None:
+        return
+    interval = flat.master_interval
+    for piece in flat.layout.pieces_in(interval):
+        if piece.name != name:
+            continue
+        kept = target[piece.in_shard.start : piece.in_shard.stop]
+        start = interval.start + piece.in_shard.start
+        fresh = flat.full[start : start + kept.numel()]
+        if kept.data_ptr() != fresh.data_ptr():
+            kept.copy_(torch.where(kept.to(fresh.dtype) == fresh, kept, fresh.to(kept.dtype)))
+
+
+@torch.no_grad()
+def _checksum(tensor: torch.Tensor) -> list[float]:
+    """Two numbers that change when an element does: the sum, and the sum weighted by position."""
+    bits = tensor.detach().reshape(-1).view(torch.uint8)
+    plain = weighted = 0.0
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.float64)
+        plain += float(part.sum())
+        weighted += float(torch.dot(part, torch.arange(1, part.numel() + 1, dtype=torch.float64, device=part.device)))
+        weighted += start * float(part.sum())
+    return [plain, weighted]
