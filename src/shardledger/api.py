@@ -17,10 +17,17 @@ from shardledger.layout.build import build_layout
 from shardledger.plan.build import build_plan
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Role
-from shardledger.runtime.assemble import assemble
+from shardledger.runtime.assemble import Parts, assemble, take_apart
 from shardledger.runtime.describe import describe
 from shardledger.runtime.engine import Engine
-from shardledger.runtime.optimizer import OptimizerRecipe, build_optimizer, groups_of, make_pieces, parameter_names
+from shardledger.runtime.optimizer import (
+    OptimizerRecipe,
+    build_optimizer,
+    check_recipe,
+    groups_of,
+    make_pieces,
+    parameter_names,
+)
 from shardledger.runtime.placement import Site
 from shardledger.runtime.schedulers import build_scheduler
 from shardledger.runtime.step import Stepper
@@ -89,9 +96,11 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     target = _device(device, place)
     spec = describe(model)
     plan = build_plan(settings, spec, world=place.world)
+    check_recipe(recipe, sharded=plan.is_sharded(Role.OPTIM))
     layout = build_layout(plan, spec)
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     transport, created = join(place, target, settings.shardledger.timeout_s, may_create=dist_init_required is not False)
+    parts: Parts | None = None
     try:
         _compare(plan, transport)
         meter = MemoryMeter(target)
@@ -99,16 +108,18 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         names = parameter_names(model)
         groups = groups_of(_group_source(wanted), names, [p.name for p in spec.parameters if p.trainable])
         parts = assemble(Site(model, plan, layout, transport, target))
+        pieces = make_pieces(parts.units)
+        made = build_optimizer(recipe, groups, pieces, sharded=plan.is_sharded(Role.OPTIM))
+        engine = Engine(model, plan, layout, parts, made, Stepper(parts.units, pieces, made, transport, plan), meter)
+        engine.lr_scheduler = _scheduler(settings, lr_scheduler, made)
     except BaseException:
+        if parts is not None:
+            take_apart(parts)
         if created:
             leave()
         raise
     parts.on_destroy = leave if created else None
-    pieces = make_pieces(parts.units)
-    made = build_optimizer(recipe, groups, pieces, sharded=plan.is_sharded(Role.OPTIM))
-    engine = Engine(model, plan, layout, parts, made, Stepper(parts.units, pieces, made, transport, plan), meter)
     engine.config = settings
-    engine.lr_scheduler = _scheduler(settings, lr_scheduler, made)
     engine.training_dataloader = _loader(wanted, settings, plan, transport)
     return engine, made, engine.training_dataloader, engine.lr_scheduler
 

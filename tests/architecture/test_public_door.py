@@ -12,6 +12,7 @@ EXPECTED = [
     "ConfigError",
     "Engine",
     "EngineStateError",
+    "GatheredParameters",
     "PeerLostError",
     "PlanError",
     "RanksDisagreeError",

@@ -144,7 +144,7 @@ def test_nothing_full_stays_between_forward_and_backward(precision):
         for rest, between, after, predicted in run_ranks(hold_between, 2, layers, precision, recompute):
             # Per layer: an input and an output of `width` elements, and one poison element for each parameter.
             # Recomputation keeps the generator's state, 5056 bytes, to repeat dropout.
-            activations = layers * (6 * width * 4 + 64 + 5056 * recompute) + 2048
+            activations = layers * (2 * width * 4 + 64 + 5056 * recompute) + 1024
             assert between[0] - rest[0] <= activations < unit * layers, (layers, between[0] - rest[0])
             assert between[1] - rest[1] <= activations, (layers, between[1] - rest[1])
             assert abs(after[0] - rest[0]) <= 512

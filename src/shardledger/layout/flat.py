@@ -98,7 +98,13 @@ class FlatLayout:
         return self.padded_numel // self.world
 
     def shard(self, rank: int) -> Interval:
-        """The interval of ``rank``."""
+        """The interval of ``rank``.
+
+        Raises:
+            LayoutError: no such rank.
+        """
+        if not 0 <= rank < self.world:
+            raise LayoutError(f"rank {rank} is not one of {self.world} ranks")
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def pieces(self, rank: int) -> Iterator[Piece]:
@@ -128,6 +134,8 @@ def make_flat(
     alignment: int,
 ) -> FlatLayout:
     """Lay parameters ``(name, shape)`` end to end. ``sharded`` is (PARAM, GRAD, OPTIM)."""
+    if world < 1 or alignment < 1:
+        raise LayoutError(f"cannot cut a flat for {world} ranks at an alignment of {alignment} elements")
     slots = []
     start = 0
     for name, shape in parameters:

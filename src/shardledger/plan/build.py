@@ -37,6 +37,7 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
     precision = _precision(config, sharded)
     persistent = _persistent(config, model) if Role.PARAM in sharded else frozenset()
     return Plan(
+        model_digest=model.digest,
         stage=zero.stage,
         world=world,
         units=units,
@@ -71,7 +72,7 @@ def _precision(config: Config, sharded: frozenset[Role]) -> Precision:
 
 
 def _persistent(config: Config, model: ModelSpec) -> frozenset[str]:
-    """Small parameters that stay gathered at stage 3, smallest cost first, as DeepSpeed's two thresholds say."""
+    """Small parameters that stay gathered at stage 3, in model order, as DeepSpeed's two thresholds say."""
     zero = config.zero_optimization
     threshold = zero.param_persistence_threshold or 0
     budget = zero.model_persistence_threshold
@@ -115,7 +116,7 @@ def _reasons(
     if other:
         reasons.append(f"parameters of dtype {', '.join(other)} are trained in {config.precision}, as the config says")
     if persistent:
-        share = sum(p.numel for p in model.parameters if p.name in persistent) / model.numel
+        share = sum(p.numel for p in model.parameters if p.name in persistent) / max(1, model.numel)
         reasons.append(
             f"stage3_param_persistence_threshold keeps {len(persistent)} of {len(model.parameters)} parameters gathered "
             f"({share:.0%} of the elements): these are not sharded between steps"

@@ -73,6 +73,8 @@ class UnitPlan:
 class Plan:
     """Everything the engine needs to know about what the user asked for."""
 
+    model_digest: str
+    """What the plan is for: ``ModelSpec.digest``."""
     stage: int
     world: int
     units: tuple[UnitPlan, ...]
@@ -98,7 +100,7 @@ class Plan:
             if isinstance(value, Role):
                 return value.value
             if isinstance(value, (frozenset, set)):
-                return sorted(str(plain(v)) for v in value)
+                return sorted(v.value if isinstance(v, Role) else str(v) for v in value)
             raise TypeError(type(value).__name__)
 
         content = {k: v for k, v in asdict(self).items() if k != "reasons"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import asdict, dataclass
 from math import prod
 
 DTYPE_BYTES: dict[str, int] = {
@@ -65,8 +67,16 @@ class ModelSpec:
     modules: tuple[ModuleSpec, ...]
     aliases: tuple[tuple[str, str], ...] = ()
     """``(other name, canonical name)`` for parameters registered more than once."""
+    buffers: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+    """``(name, shape, dtype)`` of every buffer."""
 
     @property
     def numel(self) -> int:
         """Elements of all parameters, tied ones counted once."""
         return sum(p.numel for p in self.parameters)
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of everything that ranks must agree on: names, shapes, dtypes, trainability, ties, buffers."""
+        content = {"parameters": [asdict(p) for p in self.parameters], "aliases": self.aliases, "buffers": self.buffers}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -48,9 +48,9 @@ def probe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
     accepted = inspect.signature(type(optimizer).__init__).parameters
     options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
     held = []
-    for numel in (64, 128):
-        parameter = torch.zeros(numel, requires_grad=True)
-        parameter.grad = torch.ones(numel)
+    for columns in (8, 16):
+        parameter = torch.zeros(8, columns, requires_grad=True)  # 2-D: some classes take nothing else
+        parameter.grad = torch.ones(8, columns)
         probe = type(optimizer)([parameter], **options)
         probe.step()
         held.append(_count((t for s in probe.state.values() for t in s.values() if isinstance(t, torch.Tensor)), set()))

@@ -30,6 +30,7 @@ def describe(model: nn.Module) -> ModelSpec:
         parameters=tuple(parameters),
         modules=tuple(_modules(model, first_name)),
         aliases=tuple(aliases),
+        buffers=tuple((name, tuple(b.shape), dtype_name(b.dtype)) for name, b in model.named_buffers()),
     )
 
 

@@ -13,7 +13,7 @@ from shardledger.errors import ConfigError, EngineStateError
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.unit import Unit
 
-WHOLE_PARAMETER_OPTIMIZERS = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+WHOLE_PARAMETER_OPTIMIZERS = frozenset({"Adafactor", "Muon", "SparseAdam"})
 """Optimizers whose update of one element depends on the parameter's shape or on other elements."""
 
 _FUSED_ON_CPU = frozenset({"Adam", "AdamW"})
@@ -39,6 +39,9 @@ class Piece:
     """The leaf that the optimizer holds: a view of the masters, 1-D, or in the parameter's shape when it is whole."""
 
 
+Recipe = OptimizerRecipe | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
+"""What can become the optimizer."""
+
 Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]
 """Param groups as ``(options, parameter names)``."""
 
@@ -61,41 +64,82 @@ def make_pieces(units: Iterable[Unit]) -> dict[str, Piece]:
     return pieces
 
 
+def check_recipe(recipe: Recipe, *, sharded: bool) -> None:
+    """Refuse what cannot work before anything is allocated.
+
+    Raises:
+        ConfigError: no such class, options that it does not take, or a class that cannot work on parts of parameters.
+        EngineStateError: the user's optimizer has stepped already.
+    """
+    if isinstance(recipe, torch.optim.Optimizer):
+        check_class(type(recipe), sharded)
+        if any(recipe.state.values()):
+            raise EngineStateError(
+                "the optimizer given to initialize has stepped already, and its states cannot follow the parameters to "
+                "their shards. Pass a fresh optimizer and load its states from a checkpoint."
+            )
+    elif isinstance(recipe, OptimizerRecipe):
+        cls = getattr(torch.optim, recipe.class_name, None)
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+            raise ConfigError(f"optimizer.type: torch.optim has no optimizer {recipe.class_name!r}.")
+        check_class(cls, sharded)
+        _construct(cls, [{"params": [torch.zeros(2, 2, requires_grad=True)]}], recipe.options)
+
+
+def check_class(cls: type, sharded: bool) -> None:
+    """Refuse optimizers that need what the engine does not give.
+
+    Raises:
+        ConfigError: it needs a closure, or whole parameters where there are only pieces.
+    """
+    names = {base.__name__ for base in cls.__mro__}
+    if "LBFGS" in names:
+        raise ConfigError(f"optimizer {cls.__name__} needs a closure that runs the model again; use a first-order one.")
+    if sharded and names & WHOLE_PARAMETER_OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer {cls.__name__} needs whole parameters, and stages 1 to 3 give each rank parts of them. Use "
+            f"stage 0, or an element-wise optimizer such as AdamW."
+        )
+
+
 def build_optimizer(
-    recipe: OptimizerRecipe | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer],
-    groups: Groups,
-    pieces: Mapping[str, Piece],
-    *,
-    sharded: bool,
+    recipe: Recipe, groups: Groups, pieces: Mapping[str, Piece], *, sharded: bool
 ) -> torch.optim.Optimizer:
     """Make an optimizer over ``pieces``, or point the user's own at them.
 
     Raises:
-        ConfigError: no such class, wrong options, or a class that cannot work on parts of parameters.
-        EngineStateError: the user's optimizer has stepped already.
+        ConfigError: the user's callable fails on pieces, or makes an optimizer that cannot work on them.
     """
     local = [({**options}, [pieces[name].values for name in names if name in pieces]) for options, names in groups]
     if isinstance(recipe, torch.optim.Optimizer):
-        _check_class(type(recipe).__name__, sharded)
-        return _repoint(recipe, local)
+        recipe.state.clear()
+        for group, (_, params) in zip(recipe.param_groups, local, strict=True):
+            group["params"] = params
+        return recipe
     as_groups = [{**options, "params": params} for options, params in local]
-    if not isinstance(recipe, OptimizerRecipe):
+    if isinstance(recipe, OptimizerRecipe):
+        return _construct(getattr(torch.optim, recipe.class_name), as_groups, recipe.options)
+    try:
         made = recipe(as_groups)
-        _check_class(type(made).__name__, sharded)
-        return made
-    _check_class(recipe.class_name, sharded)
-    cls = getattr(torch.optim, recipe.class_name, None)
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigError(f"optimizer.type: torch.optim has no optimizer {recipe.class_name!r}.")
-    options = dict(recipe.options)
-    if recipe.class_name in _FUSED_ON_CPU and not {"fused", "foreach", "amsgrad"} & options.keys():
+    except (TypeError, ValueError) as error:
+        hint = " (stages 1 to 3 give it 1-D parts of parameters)" if sharded else ""
+        raise ConfigError(f"the optimizer callable given to initialize failed{hint}: {error}") from error
+    check_class(type(made), sharded)
+    return made
+
+
+def _construct(
+    cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    options = dict(options)
+    if cls.__name__ in _FUSED_ON_CPU and not {"fused", "foreach", "amsgrad"} & options.keys():
         # Several times faster than the loop that torch picks by default on CPU, and in fp32 bit for bit independent of
         # how a parameter is cut.
         options["fused"] = True
     try:
-        return cls(as_groups, **options)
+        return cls(groups, **options)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.params: torch.optim.{recipe.class_name} refuses them: {error}.") from error
+        raise ConfigError(f"optimizer.params: torch.optim.{cls.__name__} refuses them: {error}.") from error
 
 
 def groups_of(
@@ -130,28 +174,6 @@ def groups_of(
                 found.append(names[id(parameter)])
         groups.append(({k: v for k, v in entry.items() if k != "params"}, found))
     return groups
-
-
-def _repoint(
-    optimizer: torch.optim.Optimizer, local: Sequence[tuple[dict[str, Any], list[torch.Tensor]]]
-) -> torch.optim.Optimizer:
-    if any(optimizer.state.values()):
-        raise EngineStateError(
-            "the optimizer given to initialize has stepped already, and its states cannot follow the parameters to "
-            "their shards. Pass a fresh optimizer and load its states from a checkpoint."
-        )
-    optimizer.state.clear()
-    for group, (_, params) in zip(optimizer.param_groups, local, strict=True):
-        group["params"] = params
-    return optimizer
-
-
-def _check_class(name: str, sharded: bool) -> None:
-    if sharded and name in WHOLE_PARAMETER_OPTIMIZERS:
-        raise ConfigError(
-            f"optimizer {name} needs whole parameters, and stages 1 to 3 give each rank parts of them. Use stage 0, or "
-            f"an element-wise optimizer such as AdamW."
-        )
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

@@ -22,6 +22,10 @@ from shardledger.runtime.unit import Unit
 from shardledger.transport import Transport
 
 
+Places = dict[str, list[tuple[nn.Module, str]]]
+"""Every ``(module, attribute)`` of each parameter."""
+
+
 @dataclass(frozen=True)
 class Site:
     """What birth needs to know."""
@@ -47,7 +51,7 @@ def place(site: Site) -> list[Unit]:
         unit_module = modules[unit_plan.path]
         meta = [name for name in unit_plan.parameters if _parameter(places, name).is_meta]
         if meta:
-            _materialise(site, places, unit_plan.parameters, draw=site.transport.rank == 0)
+            _materialise(site, places, unit_plan.parameters)
         flats = [_place_flat(site, layout, places) for layout in site.layout.of_unit(index)]
         unit = Unit(index, unit_plan, unit_module, flats, site.transport.rank)
         unit.move(ParamState.SHARDED if unit.sharded_flats else ParamState.FULL)
@@ -56,7 +60,7 @@ def place(site: Site) -> list[Unit]:
     return units
 
 
-def _place_flat(site: Site, layout: FlatLayout, places: dict[str, list[tuple[nn.Module, str]]]) -> FlatParameters:
+def _place_flat(site: Site, layout: FlatLayout, places: Places) -> FlatParameters:
     parameters = [_parameter(places, slot.name) for slot in layout.slots]
     flat = FlatParameters(layout, parameters, site.transport.rank, site.device)
     keep = master_dtype(flat.dtype) if layout.trainable else flat.dtype
@@ -84,74 +88,93 @@ def _place_flat(site: Site, layout: FlatLayout, places: dict[str, list[tuple[nn.
     return flat
 
 
-def _materialise(
-    site: Site, places: dict[str, list[tuple[nn.Module, str]]], names: tuple[str, ...], *, draw: bool
-) -> None:
-    """Give meta parameters memory on rank 0 and initial values; elsewhere only an identity that can hold data."""
-    drawn: dict[int, nn.Module] = {}
-    for name in names:
+def _materialise(site: Site, places: Places, names: tuple[str, ...]) -> None:
+    """Give meta parameters initial values on rank 0; elsewhere only an identity that can hold data.
+
+    A module is drawn whole and once: what it holds of other units gets its values now, too.
+    """
+    modules = {id(m): m for name in names if _parameter(places, name).is_meta for m, _ in places[name]}
+    canonical = {id(p): name for name in places for p in (_parameter(places, name),)}
+    drawn = {canonical[id(p)] for m in modules.values() for p in m._parameters.values() if p is not None and p.is_meta}
+    rank0 = site.transport.rank == 0
+    for name in sorted(drawn):
         old = _parameter(places, name)
-        if not old.is_meta:
-            continue
-        shape = old.shape
-        empty = torch.full((), float("nan") if old.is_floating_point() else 0, dtype=old.dtype, device=site.device)
-        fresh = nn.Parameter(
-            torch.full(shape, float("nan"), dtype=old.dtype, device=site.device) if draw else empty.expand(shape),
-            requires_grad=old.requires_grad,
-        )
+        values = torch.full((), _poison(old), dtype=old.dtype, device=site.device).expand(old.shape)
+        fresh = nn.Parameter(values.clone() if rank0 else values, requires_grad=old.requires_grad)
         for module, attribute in places[name]:
             module._parameters[attribute] = fresh
-            drawn[id(module)] = module
-    if not draw:
+    for module in modules.values():
+        _draw(module, site)
+    if not rank0:
         return
-    for module in drawn.values():
-        _materialise_buffers(module, site.device)
-        reset = getattr(module, "reset_parameters", None)
-        if reset is not None:
-            reset()
-    for name in names:
-        value = _parameter(places, name)
-        if value.numel() and value.is_floating_point() and bool(value.isnan().any()):
+    for name in sorted(drawn):
+        if _untouched(_parameter(places, name)):
             module, attribute = places[name][0]
-            raise PlanError(
-                f"parameter {name!r} is on the meta device and {type(module).__name__}.reset_parameters does not "
-                f"initialise {attribute!r}. Give {type(module).__name__} a reset_parameters() that does, or build the "
-                f"model on the CPU."
-            )
-
-
-def _materialise_buffers(module: nn.Module, device: torch.device) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            poison = float("nan") if buffer.is_floating_point() else 0
-            module._buffers[name] = torch.full(buffer.shape, poison, dtype=buffer.dtype, device=device)
+            raise _not_initialised(f"parameter {name!r}", module, attribute)
 
 
 def _place_buffers(site: Site) -> None:
     for path, module in site.model.named_modules():
-        meta = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        if meta:
-            _materialise_buffers(module, site.device)
-            reset = getattr(module, "reset_parameters", None)
-            if site.transport.rank == 0 and reset is not None and not module._parameters:
-                reset()
+        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            _draw(module, site)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             moved = buffer.to(site.device).contiguous()
-            full_name = f"{path}.{name}" if path else name
             if site.transport.world > 1 and moved.numel():
                 wire = moved.view(torch.uint8) if moved.dtype == torch.bool else moved
-                site.transport.broadcast(wire, 0, f"buffer {full_name}")
-            if meta and moved.is_floating_point() and moved.numel() and bool(moved.isnan().all()):
-                raise PlanError(
-                    f"buffer {full_name!r} is on the meta device and {type(module).__name__} has no reset_parameters() "
-                    f"that initialises it. Add one, or build the model on the CPU."
-                )
+                site.transport.broadcast(wire, 0, f"buffer {path}.{name}" if path else f"buffer {name}")
             module._buffers[name] = moved
 
 
-def _parameter(places: dict[str, list[tuple[nn.Module, str]]], name: str) -> nn.Parameter:
+def _draw(module: nn.Module, site: Site) -> None:
+    """Let one module initialise itself on rank 0; its meta buffers become real everywhere.
+
+    Raises:
+        PlanError: a meta buffer that the module leaves as it was.
+    """
+    meta = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+    for name in meta:
+        buffer = module._buffers[name]
+        assert buffer is not None
+        module._buffers[name] = torch.full(buffer.shape, _poison(buffer), dtype=buffer.dtype, device=site.device)
+    if site.transport.rank != 0:
+        return
+    reset = getattr(module, "reset_parameters", None)
+    if reset is not None:
+        reset()
+    for name in meta:
+        buffer = module._buffers[name]
+        assert buffer is not None
+        if reset is None or _untouched(buffer):
+            raise _not_initialised("a buffer", module, name)
+
+
+def _poison(tensor: torch.Tensor) -> float | int | bool:
+    """A value that no initialisation leaves behind, as far as the dtype has one."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return float("nan")
+    return False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
+
+
+def _untouched(tensor: torch.Tensor) -> bool:
+    """Whether any element (of a float), or every element (of an integer), still has the poison."""
+    if not tensor.numel() or tensor.dtype == torch.bool:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.detach().isnan().any())
+    return tensor.dtype != torch.uint8 and bool((tensor == _poison(tensor)).all())
+
+
+def _not_initialised(what: str, module: nn.Module, attribute: str) -> PlanError:
+    owner = type(module).__name__
+    return PlanError(
+        f"{what} is on the meta device and {owner}.reset_parameters() does not initialise {owner}.{attribute}. Give "
+        f"{owner} a reset_parameters() that does, or build the model on the CPU."
+    )
+
+
+def _parameter(places: Places, name: str) -> nn.Parameter:
     module, attribute = places[name][0]
     parameter = module._parameters[attribute]
     assert parameter is not None

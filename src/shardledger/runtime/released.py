@@ -43,6 +43,10 @@ class ReleasedParameter(nn.Parameter):
             f'"shardledger": {{"units": [...]}}, or keep it gathered with stage3_param_persistence_threshold.'
         )
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused like the rest; torch does not send this one through ``__torch_function__``."""
+        return self.__torch_function__(torch.Tensor.set_, (), (self, *args), kwargs)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ReleasedParameter({_name(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 

@@ -210,14 +210,14 @@ class Schedule:
         return None
 
     def _next_backward(self, unit: int) -> int | None:
-        """The unit that ran before ``unit`` in the forward pass."""
+        """The unit that ran before ``unit`` in the forward pass; before the root's end, the last one."""
+        if unit == ROOT:
+            return self._order[-1] if self._order and self._order[-1] != ROOT else None
         for position in range(min(self._back_position, len(self._order)) - 1, -1, -1):
             if self._order[position] == unit:
                 self._back_position = position
                 before = self._order[position - 1] if position > 0 else ROOT
                 return before if before != ROOT else None
-        if unit == ROOT and self._order:
-            return self._order[-1] if self._order[-1] != ROOT else None
         return None
 
     def _release(self, unit: int) -> Action:

@@ -167,8 +167,8 @@ class PeerTransport:
             raise
         except RuntimeError as error:
             raise PeerLostError(
-                f"rank {self.rank}: the {what} stopped because rank {peer} does not answer. It died, raised, or is "
-                f"stuck: look at the output of rank {peer}. (The wire says: {_first_line(error)})",
+                f"rank {self.rank}: the {what} failed at rank {peer}. Rank {peer} died, raised, is stuck, or runs "
+                f"another collective: look at its output. (The wire says: {_first_line(error)})",
                 peer,
             ) from error
 

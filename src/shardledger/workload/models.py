@@ -81,9 +81,7 @@ def _user_factory(name: str, module_name: str, function_name: str) -> ModelFacto
             "or put that folder on PYTHONPATH."
         ) from error
     except Exception as error:
-        raise ConfigError(
-            f"model {name!r}: importing {module_name} failed: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"model {name!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
