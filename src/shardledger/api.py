@@ -26,7 +26,9 @@ from shardledger.runtime.optimizer import (
     check_recipe,
     groups_of,
     make_pieces,
+    needs_whole_parameters,
     parameter_names,
+    recipe_class,
 )
 from shardledger.runtime.placement import Site
 from shardledger.runtime.schedulers import build_scheduler
@@ -108,8 +110,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         names = parameter_names(model)
         groups = groups_of(_group_source(wanted), names, [p.name for p in spec.parameters if p.trainable])
         parts = assemble(Site(model, plan, layout, transport, target))
-        pieces = make_pieces(parts.units)
-        made = build_optimizer(recipe, groups, pieces, sharded=plan.is_sharded(Role.OPTIM))
+        pieces = make_pieces(parts.units, whole=needs_whole_parameters(recipe_class(recipe)))
+        made = build_optimizer(recipe, groups, pieces)
         engine = Engine(model, plan, layout, parts, made, Stepper(parts.units, pieces, made, transport, plan), meter)
         engine.lr_scheduler = _scheduler(settings, lr_scheduler, made)
     except BaseException:

@@ -115,7 +115,6 @@ def test_an_operation_is_refused_by_name(way):
     assert isinstance(parameter, released.ReleasedParameter) and parameter.shape == (4, 4)
 
 
-@pytest.mark.xfail(strict=True, reason="Tensor.set_ does not go through __torch_function__")
 def test_setting_the_storage_is_refused():
     with pytest.raises(ReleasedParameterError, match=NAME), torch.no_grad():
         make().set_(ONES)

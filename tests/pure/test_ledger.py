@@ -98,7 +98,9 @@ def by_formula(layout: Layout, coefficients, rank: int, optimizer: OptimizerByte
     elements = sum(piece.in_parameter.numel for pieces in held.values() for piece in pieces)
     pieces = sum(map(len, held.values()))
     if not sharded:
-        elements, pieces = sum(flat.numel for flat in layout.flats), len(names)
+        # Everything is on this rank, still cut where shards end.
+        elements = sum(flat.numel for flat in layout.flats)
+        pieces = sum(len(layout.pieces(name, owner)) for name in names for owner in range(layout.world))
     return {**found, "optimizer": elements * optimizer.per_element + pieces * optimizer.per_piece}
 
 

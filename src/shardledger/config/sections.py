@@ -125,7 +125,7 @@ class ZeroSection(Section):
     )
     param_persistence_threshold: Count | None = Field(
         None,
-        description="parameters with fewer elements than this stay gathered",
+        description="parameters of at most this many elements stay gathered",
         serialization_alias="stage3_param_persistence_threshold",
         json_schema_extra=_PLAN_STAGE_3,
     )
@@ -183,6 +183,9 @@ class ShardledgerSection(Section):
     )
     activation_checkpointing: Flag = Field(
         False, description="keep only the inputs of each unit and recompute the rest in backward"
+    )
+    cast_inputs: Flag = Field(
+        True, description="cast fp32 tensors given to the model to the dtype of bf16 or fp16 training"
     )
     timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
     reproducible: Flag = Field(

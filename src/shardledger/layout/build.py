@@ -75,4 +75,4 @@ def build_layout(plan: Plan, model: ModelSpec) -> Layout:
 
 def compute_dtype(spec: ParameterSpec, plan: Plan) -> str:
     """Dtype a parameter has in forward and backward: the plan's, except for dtypes the precision does not concern."""
-    return plan.precision.compute if spec.dtype in REAL_FLOATS else spec.dtype
+    return plan.precision.compute if spec.dtype in REAL_FLOATS and not spec.keeps_dtype else spec.dtype

@@ -25,6 +25,8 @@ class OptimizerBytes:
     """Bytes per element of the masters (AdamW: two fp32 moments, 8)."""
     per_piece: int
     """Bytes per parameter piece (AdamW: a step counter, 4)."""
+    whole: bool = False
+    """Whether it works on whole parameters rather than on pieces cut where shards end."""
 
 
 def state_bytes(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int) -> dict[str, int]:
@@ -50,10 +52,11 @@ def state_bytes(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int
         total["params"] += 0 if separate and flat.param_sharded else kept * weight
         total["master"] += masters * master if separate else 0
         total["grads"] += _gradient_bytes(plan, flat)
-        held = flat.shard(rank) if flat.optim_sharded else None
-        pieces = list(flat.pieces(rank)) if held else [s for s in flat.slots if s.numel]
-        elements = sum(p.in_shard.numel for p in flat.pieces(rank)) if held else flat.numel
-        total["optimizer"] += elements * optimizer.per_element + len(pieces) * optimizer.per_piece
+        ranks = [rank] if flat.optim_sharded else range(flat.world)
+        pieces = [piece for r in ranks for piece in flat.pieces(r)]
+        count = sum(slot.numel > 0 for slot in flat.slots) if optimizer.whole else len(pieces)
+        elements = sum(piece.in_shard.numel for piece in pieces)
+        total["optimizer"] += elements * optimizer.per_element + count * optimizer.per_piece
     return total
 
 

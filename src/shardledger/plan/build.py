@@ -68,6 +68,7 @@ def _precision(config: Config, sharded: frozenset[Role]) -> Precision:
         accumulate=accumulate,
         local_accumulate=local,
         wire=_DTYPES[wire] if wire else compute,
+        cast_inputs=config.shardledger.cast_inputs and compute != "float32",
     )
 
 

@@ -21,6 +21,8 @@ class Precision:
     """Dtype in which unreduced gradients are kept over micro-batches, where gradients are not sharded."""
     wire: str
     """Dtype of gradients on the wire (``communication_data_type``)."""
+    cast_inputs: bool
+    """Whether fp32 tensors given to the model are cast to ``compute``."""
 
 
 @dataclass(frozen=True, kw_only=True)

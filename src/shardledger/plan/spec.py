@@ -37,6 +37,8 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
+    keeps_dtype: bool = False
+    """Whether the configured precision leaves it alone (weights of batch norms, whose statistics are fp32)."""
 
     @property
     def numel(self) -> int:

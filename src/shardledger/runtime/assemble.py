@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from shardledger.errors import EngineStateError
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.executor import Executor
 from shardledger.runtime.gradients import FlatGradients
@@ -25,6 +26,8 @@ class Parts:
     """What an engine is made of."""
 
     units: list[Unit]
+    frozen: list[tuple[str, torch.Tensor]]
+    """Parameters that were frozen at initialize, by name."""
     schedule: Schedule
     executor: Executor
     hooks: Hooks
@@ -40,6 +43,24 @@ class Parts:
         """Reduce what is left and release everything."""
         self.executor.perform(self.schedule.end_backward(self.executor.late()))
         self.unsynced = not (self.executor.sync and self.executor.boundary)
+        for unit in self.units:
+            for gradients in unit.gradients:
+                gradients.end_backward()
+
+    def check_frozen(self) -> None:
+        """Refuse to go on when a parameter was unfrozen behind the engine's back.
+
+        Raises:
+            EngineStateError: it has no gradient buffer and no optimizer state, so it would not be trained.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = next((name for name, parameter in self.frozen if parameter.requires_grad), None)
+        if thawed is not None:
+            raise EngineStateError(
+                f"parameter {thawed!r} was frozen at initialize and has been unfrozen since. The engine has no gradient "
+                f"or optimizer state for it and would not train it: set requires_grad before shardledger.initialize, "
+                f"or destroy the engine and initialize again."
+            )
 
     def abort(self) -> None:
         """Clean up after an exception: wait for what is under way, return to shards, drop the window's gradients."""
@@ -72,7 +93,14 @@ def assemble(site: Site) -> Parts:
         on_backward_end=lambda: parts[0].backward_ended(),
         on_broken_pass=lambda: parts[0].abort(),
     )
-    parts.append(Parts(units, schedule, executor, hooks, site.transport, undo=tuple(wrapped)))
+    frozen = [
+        (slot.name, parameter)
+        for unit in units
+        for flat in unit.flats
+        if not flat.layout.trainable
+        for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True)
+    ]
+    parts.append(Parts(units, frozen, schedule, executor, hooks, site.transport, undo=tuple(wrapped)))
     for unit in units:
         for flat in unit.flats:
             if flat.layout.trainable:

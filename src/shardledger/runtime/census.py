@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shardledger.ledger import OptimizerBytes
+from shardledger.runtime.optimizer import needs_whole_parameters
 from shardledger.runtime.unit import Unit
 
 
@@ -55,7 +56,7 @@ def probe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
         probe.step()
         held.append(_count((t for s in probe.state.values() for t in s.values() if isinstance(t, torch.Tensor)), set()))
     per_element = (held[1] - held[0]) // 64
-    return OptimizerBytes(per_element, held[0] - 64 * per_element)
+    return OptimizerBytes(per_element, held[0] - 64 * per_element, needs_whole_parameters(type(optimizer)))
 
 
 def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:

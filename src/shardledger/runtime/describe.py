@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardledger.errors import PlanError
 from shardledger.plan.spec import DTYPE_BYTES, ModelSpec, ModuleSpec, ParameterSpec
@@ -18,13 +19,19 @@ def describe(model: nn.Module) -> ModelSpec:
         PlanError: a parameter of a kind that cannot be laid out (sparse, quantized, or of an unknown dtype).
     """
     first_name: dict[int, str] = {}
+    normalising = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+        for name in module._parameters
+    }
     parameters, aliases = [], []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in first_name:
             aliases.append((name, first_name[id(parameter)]))
             continue
         first_name[id(parameter)] = name
-        parameters.append(_parameter(name, parameter))
+        parameters.append(_parameter(name, parameter, keeps_dtype=name in normalising))
     return ModelSpec(
         class_name=type(model).__name__,
         parameters=tuple(parameters),
@@ -57,7 +64,7 @@ def owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return places
 
 
-def _parameter(name: str, parameter: nn.Parameter) -> ParameterSpec:
+def _parameter(name: str, parameter: nn.Parameter, *, keeps_dtype: bool) -> ParameterSpec:
     dtype = dtype_name(parameter.dtype)
     if parameter.layout != torch.strided or dtype not in DTYPE_BYTES:
         raise PlanError(
@@ -68,7 +75,13 @@ def _parameter(name: str, parameter: nn.Parameter) -> ParameterSpec:
         raise PlanError(
             f"parameter {name!r} has no shape yet (a lazy module): run one forward pass before shardledger.initialize."
         )
-    return ParameterSpec(name=name, shape=tuple(parameter.shape), dtype=dtype, trainable=parameter.requires_grad)
+    return ParameterSpec(
+        name=name,
+        shape=tuple(parameter.shape),
+        dtype=dtype,
+        trainable=parameter.requires_grad,
+        keeps_dtype=keeps_dtype,
+    )
 
 
 def _modules(model: nn.Module, first_name: dict[int, str]) -> Iterator[ModuleSpec]:

@@ -19,6 +19,7 @@ from shardledger.runtime.activations import ActivationMeter
 from shardledger.runtime.assemble import Parts, take_apart, weights_of
 from shardledger.runtime.census import probe_optimizer, state_census
 from shardledger.runtime.consolidate import full_state_dict
+from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.gathered import announce, withdraw
 from shardledger.runtime.step import StepOutcome, Stepper
 from shardledger.telemetry.memory import MemoryMeter
@@ -64,6 +65,7 @@ class Engine:
         self.config: Any = None
         self.device: torch.device = parts.units[0].flats[0].device if parts.units[0].flats else _device_of(parts)
         self._parts: Parts | None = parts
+        self._compute_dtype = dtype_of(plan.precision.compute)
         self._stepper = stepper
         self._meter = meter
         self._activations = ActivationMeter()
@@ -80,6 +82,9 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         parts = self._live()
+        parts.check_frozen()
+        if self.plan.precision.cast_inputs:
+            args, kwargs = cast_floats((args, kwargs), self._compute_dtype)
         try:
             with self._measure_activations(parts):
                 return self.module(*args, **kwargs)
@@ -363,6 +368,17 @@ class Engine:
                 "optimizer.step() was called directly. The gradients are in the engine: call engine.step(), which "
                 "reduces, clips, updates and advances the scheduler."
             )
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Nested tuples, lists and dicts with every fp32 tensor cast to ``dtype``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype == torch.float32 else value
+    if type(value) is dict:
+        return {key: cast_floats(item, dtype) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(cast_floats(item, dtype) for item in value)
+    return value
 
 
 def _difference(now: Mapping[str, Traffic], then: Mapping[str, Traffic]) -> dict[str, Traffic]:

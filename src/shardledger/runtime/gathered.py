@@ -59,6 +59,8 @@ class GatheredParameters(AbstractContextManager[None]):
         self._places = list(_find(list(params))) if enabled else []
         self._modifier = modifier_rank
         self._sums: list[list[float]] = []
+        self._copies: list[torch.Tensor | None] = []
+        """Values of resident parameters on entry: a refused edit is taken back."""
 
     def __enter__(self) -> None:
         for parts in self._engines():
@@ -68,6 +70,7 @@ class GatheredParameters(AbstractContextManager[None]):
                 parts.executor.pin(unit)
         if self._modifier is None:
             self._sums = [_checksum(view) for _, _, view, _ in self._places]
+            self._copies = [None if flat.layout.param_sharded else view.clone() for _, flat, view, _ in self._places]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -89,6 +92,7 @@ class GatheredParameters(AbstractContextManager[None]):
             parts.transport.broadcast(view, self._modifier, f"edited parameter {name}")
             _store(flat, name)
 
+    @torch.no_grad()
     def _refuse_edits(self) -> None:
         for parts in self._engines():
             mine = [place for place in self._places if place[0] is parts]
@@ -100,11 +104,17 @@ class GatheredParameters(AbstractContextManager[None]):
             for rank, row in enumerate(rows.tolist()):
                 names = [place[3] for place, changed in zip(mine, row, strict=True) if changed]
                 if names:
+                    self._take_back()
                     raise EngineStateError(
                         f"rank {rank} changed {names[0]!r}{' and others' if len(names) > 1 else ''} inside "
                         f"GatheredParameters without a modifier_rank, so the change would be lost when the parameter is "
                         f"sharded again. Say whose edit counts: GatheredParameters(params, modifier_rank=0)."
                     )
+
+    def _take_back(self) -> None:
+        for (_, _, view, _), copy in zip(self._places, self._copies, strict=True):
+            if copy is not None:
+                view.copy_(copy)
 
     def _engines(self) -> list[Parts]:
         return list({id(parts): parts for parts, *_ in self._places}.values())

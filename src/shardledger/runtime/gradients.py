@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from shardledger.runtime.held import stand_in
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.states import GradState, move
 
@@ -46,12 +47,12 @@ class FlatGradients:
         self.flat = flat
         self.state = GradState.EMPTY
         self.accumulate = accumulate if flat.master_dtype == torch.float32 else flat.master_dtype
-        self.local_dtype = local_accumulate if flat.master_dtype == torch.float32 else flat.master_dtype
+        local_dtype = local_accumulate if flat.master_dtype == torch.float32 else flat.master_dtype
         self.widen = False
         """Keep local gradients in the accumulation dtype: several backward passes come before the next reduction."""
         self.has_sum = False
         """Whether ``reduced`` holds anything of this window."""
-        self._kept = self._empty(self.local_dtype) if self.keeps_local else None
+        self._kept = self._empty(local_dtype) if self.keeps_local else None
         self.local: torch.Tensor | None = self._kept
         self.reduced = self._make_reduced()
         self.present = [False] * len(flat.parameters)
@@ -59,6 +60,7 @@ class FlatGradients:
         self._round = [False] * len(flat.parameters)
         """Which have one in the current ``local``."""
         self._left = len(flat.parameters)
+        self._stand_ins: list[torch.Tensor | None] = [None] * len(flat.parameters)
         self._listener = listener
         self._position = position
         self._handles = [
@@ -74,11 +76,16 @@ class FlatGradients:
     @property
     def shared(self) -> bool:
         """Whether ``reduced`` is part of ``local``."""
-        return self.keeps_local and self.local_dtype == self.accumulate
+        return self._kept is not None and self._kept.dtype == self.accumulate
 
     def begin_backward(self) -> None:
         """A backward pass starts: all parameters are expected once more."""
         self._left = len(self.flat.parameters)
+        self._show(held=False)
+
+    def end_backward(self) -> None:
+        """A backward pass is over: whoever looks at ``p.grad`` learns where the gradient is."""
+        self._show(held=True)
 
     def ready_to_reduce(self) -> torch.Tensor:
         """The local gradients, complete: zeros where none came. Creates both buffers when they are missing."""
@@ -112,6 +119,7 @@ class FlatGradients:
         self.present = [False] * len(self.present)
         self._round = [False] * len(self._round)
         self.local = self._kept
+        self._show(held=False)
 
     def reset(self) -> None:
         """Forget all gradients after a failure, whatever state they were in."""
@@ -170,6 +178,16 @@ class FlatGradients:
             return self.flat.interval_of(self._kept) if layout.optim_sharded else self._kept
         numel = layout.shard_numel if layout.optim_sharded else layout.padded_numel
         return torch.empty(numel, dtype=self.accumulate, device=self.flat.device)
+
+    def _show(self, *, held: bool) -> None:
+        """Put stand-ins at ``p.grad`` of the parameters that had a gradient, or take them away."""
+        for index, parameter in enumerate(self.flat.parameters):
+            if not held:
+                parameter.grad = None
+            elif self.present[index]:
+                if self._stand_ins[index] is None:
+                    self._stand_ins[index] = stand_in(parameter)
+                parameter.grad = self._stand_ins[index]
 
     def _move(self, to: GradState) -> None:
         move(self.state, to, self.flat.layout.slots[0].name, self.flat.rank)

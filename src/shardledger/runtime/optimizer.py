@@ -46,22 +46,59 @@ Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]
 """Param groups as ``(options, parameter names)``."""
 
 
-def make_pieces(units: Iterable[Unit]) -> dict[str, Piece]:
-    """This rank's non-empty pieces of trainable parameters, by parameter name."""
-    pieces = {}
+def make_pieces(units: Iterable[Unit], *, whole: bool) -> list[Piece]:
+    """This rank's non-empty pieces of trainable parameters.
+
+    Where every rank updates everything (stage 0), parameters are still cut where the shards of the other stages end:
+    torch's fused kernels round differently at the tail of a tensor, and the stages are to agree to the last bit.
+    ``whole`` leaves them in one, in their own shape, for optimizers that need that.
+    """
+    pieces = []
     for unit in units:
         for flat in unit.flats:
             if flat.master is None:
                 continue
-            shapes = {slot.name: slot.shape for slot in flat.layout.slots}
-            whole = not flat.layout.optim_sharded
-            for piece in flat.layout.pieces_in(flat.master_interval):
-                values = flat.master[piece.in_shard.start : piece.in_shard.stop]
-                if whole:
-                    values = values.view(shapes[piece.name])
-                leaf = values.detach().requires_grad_()
-                pieces[piece.name] = Piece(piece.name, flat, piece.in_shard.start, leaf)
+            layout, offset = flat.layout, flat.master_interval.start
+            if whole:
+                spans = [(slot.name, slot.start, slot.numel, slot.shape) for slot in layout.slots if slot.numel]
+            else:
+                ranks = [flat.rank] if layout.optim_sharded else range(layout.world)
+                spans = [
+                    (piece.name, layout.shard(rank).start + piece.in_shard.start, piece.in_shard.numel, (-1,))
+                    for rank in ranks
+                    for piece in layout.pieces(rank)
+                ]
+            for name, start, numel, shape in spans:
+                values = flat.master[start - offset : start - offset + numel].view(shape)
+                pieces.append(Piece(name, flat, start - offset, values.detach().requires_grad_()))
     return pieces
+
+
+def recipe_class(recipe: Recipe) -> type[torch.optim.Optimizer]:
+    """The class that a recipe makes.
+
+    Raises:
+        ConfigError: torch.optim has no such class, or the callable fails.
+    """
+    if isinstance(recipe, torch.optim.Optimizer):
+        return type(recipe)
+    if isinstance(recipe, OptimizerRecipe):
+        cls = getattr(torch.optim, recipe.class_name, None)
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+            raise ConfigError(f"optimizer.type: torch.optim has no optimizer {recipe.class_name!r}.")
+        return cls
+    try:
+        made = recipe([{"params": [torch.zeros(2, 2, requires_grad=True)]}])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the optimizer callable given to initialize fails on param groups: {error}") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"the optimizer callable given to initialize returned a {type(made).__name__}.")
+    return type(made)
+
+
+def needs_whole_parameters(cls: type) -> bool:
+    """Whether the class, or one it derives from, cannot work on pieces."""
+    return any(base.__name__ in WHOLE_PARAMETER_OPTIMIZERS for base in cls.__mro__)
 
 
 def check_recipe(recipe: Recipe, *, sharded: bool) -> None:
@@ -71,46 +108,33 @@ def check_recipe(recipe: Recipe, *, sharded: bool) -> None:
         ConfigError: no such class, options that it does not take, or a class that cannot work on parts of parameters.
         EngineStateError: the user's optimizer has stepped already.
     """
-    if isinstance(recipe, torch.optim.Optimizer):
-        check_class(type(recipe), sharded)
-        if any(recipe.state.values()):
-            raise EngineStateError(
-                "the optimizer given to initialize has stepped already, and its states cannot follow the parameters to "
-                "their shards. Pass a fresh optimizer and load its states from a checkpoint."
-            )
-    elif isinstance(recipe, OptimizerRecipe):
-        cls = getattr(torch.optim, recipe.class_name, None)
-        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-            raise ConfigError(f"optimizer.type: torch.optim has no optimizer {recipe.class_name!r}.")
-        check_class(cls, sharded)
-        _construct(cls, [{"params": [torch.zeros(2, 2, requires_grad=True)]}], recipe.options)
-
-
-def check_class(cls: type, sharded: bool) -> None:
-    """Refuse optimizers that need what the engine does not give.
-
-    Raises:
-        ConfigError: it needs a closure, or whole parameters where there are only pieces.
-    """
-    names = {base.__name__ for base in cls.__mro__}
-    if "LBFGS" in names:
+    cls = recipe_class(recipe)
+    if any(base.__name__ == "LBFGS" for base in cls.__mro__):
         raise ConfigError(f"optimizer {cls.__name__} needs a closure that runs the model again; use a first-order one.")
-    if sharded and names & WHOLE_PARAMETER_OPTIMIZERS:
+    if sharded and needs_whole_parameters(cls):
         raise ConfigError(
             f"optimizer {cls.__name__} needs whole parameters, and stages 1 to 3 give each rank parts of them. Use "
             f"stage 0, or an element-wise optimizer such as AdamW."
         )
+    if isinstance(recipe, torch.optim.Optimizer) and any(recipe.state.values()):
+        raise EngineStateError(
+            "the optimizer given to initialize has stepped already, and its states cannot follow the parameters to "
+            "their shards. Pass a fresh optimizer and load its states from a checkpoint."
+        )
+    if isinstance(recipe, OptimizerRecipe):
+        _construct(cls, [{"params": [torch.zeros(2, 2, requires_grad=True)]}], recipe.options)
 
 
-def build_optimizer(
-    recipe: Recipe, groups: Groups, pieces: Mapping[str, Piece], *, sharded: bool
-) -> torch.optim.Optimizer:
+def build_optimizer(recipe: Recipe, groups: Groups, pieces: Sequence[Piece]) -> torch.optim.Optimizer:
     """Make an optimizer over ``pieces``, or point the user's own at them.
 
     Raises:
-        ConfigError: the user's callable fails on pieces, or makes an optimizer that cannot work on them.
+        ConfigError: the user's callable fails.
     """
-    local = [({**options}, [pieces[name].values for name in names if name in pieces]) for options, names in groups]
+    held: dict[str, list[torch.Tensor]] = {}
+    for piece in pieces:
+        held.setdefault(piece.name, []).append(piece.values)
+    local = [({**options}, [v for name in names for v in held.get(name, ())]) for options, names in groups]
     if isinstance(recipe, torch.optim.Optimizer):
         recipe.state.clear()
         for group, (_, params) in zip(recipe.param_groups, local, strict=True):
@@ -118,14 +142,11 @@ def build_optimizer(
         return recipe
     as_groups = [{**options, "params": params} for options, params in local]
     if isinstance(recipe, OptimizerRecipe):
-        return _construct(getattr(torch.optim, recipe.class_name), as_groups, recipe.options)
+        return _construct(recipe_class(recipe), as_groups, recipe.options)
     try:
-        made = recipe(as_groups)
+        return recipe(as_groups)
     except (TypeError, ValueError) as error:
-        hint = " (stages 1 to 3 give it 1-D parts of parameters)" if sharded else ""
-        raise ConfigError(f"the optimizer callable given to initialize failed{hint}: {error}") from error
-    check_class(type(made), sharded)
-    return made
+        raise ConfigError(f"the optimizer callable given to initialize failed: {error}") from error
 
 
 def _construct(
@@ -133,8 +154,7 @@ def _construct(
 ) -> torch.optim.Optimizer:
     options = dict(options)
     if cls.__name__ in _FUSED_ON_CPU and not {"fused", "foreach", "amsgrad"} & options.keys():
-        # Several times faster than the loop that torch picks by default on CPU, and in fp32 bit for bit independent of
-        # how a parameter is cut.
+        # Several times faster than the loop that torch picks by default on CPU.
         options["fused"] = True
     try:
         return cls(groups, **options)

@@ -21,7 +21,6 @@ from shardledger.runtime.states import ParamState
 from shardledger.runtime.unit import Unit
 from shardledger.transport import Transport
 
-
 Places = dict[str, list[tuple[nn.Module, str]]]
 """Every ``(module, attribute)`` of each parameter."""
 
@@ -103,8 +102,9 @@ def _materialise(site: Site, places: Places, names: tuple[str, ...]) -> None:
         fresh = nn.Parameter(values.clone() if rank0 else values, requires_grad=old.requires_grad)
         for module, attribute in places[name]:
             module._parameters[attribute] = fresh
-    for module in modules.values():
-        _draw(module, site)
+    paths = {id(module): path for path, module in site.model.named_modules()}
+    for key, module in modules.items():
+        _draw(paths[key], module, site)
     if not rank0:
         return
     for name in sorted(drawn):
@@ -116,18 +116,18 @@ def _materialise(site: Site, places: Places, names: tuple[str, ...]) -> None:
 def _place_buffers(site: Site) -> None:
     for path, module in site.model.named_modules():
         if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
-            _draw(module, site)
+            _draw(path, module, site)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             moved = buffer.to(site.device).contiguous()
             if site.transport.world > 1 and moved.numel():
                 wire = moved.view(torch.uint8) if moved.dtype == torch.bool else moved
-                site.transport.broadcast(wire, 0, f"buffer {path}.{name}" if path else f"buffer {name}")
+                site.transport.broadcast(wire, 0, f"buffer {_join(path, name)}")
             module._buffers[name] = moved
 
 
-def _draw(module: nn.Module, site: Site) -> None:
+def _draw(path: str, module: nn.Module, site: Site) -> None:
     """Let one module initialise itself on rank 0; its meta buffers become real everywhere.
 
     Raises:
@@ -147,7 +147,11 @@ def _draw(module: nn.Module, site: Site) -> None:
         buffer = module._buffers[name]
         assert buffer is not None
         if reset is None or _untouched(buffer):
-            raise _not_initialised("a buffer", module, name)
+            raise _not_initialised(f"buffer {_join(path, name)!r}", module, name)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _poison(tensor: torch.Tensor) -> float | int | bool:

@@ -38,9 +38,10 @@ class ReleasedParameter(nn.Parameter):
         operation = getattr(getter if func.__name__ in ("__get__", "__set__") else func, "__name__", str(func))
         raise ReleasedParameterError(
             f"parameter {name!r} is sharded and its values are not on this rank now, so {operation!r} cannot use it. "
-            f"It is gathered while its own unit runs. To read or edit it elsewhere use shardledger.GatheredParameters, or "
-            f"engine.state_dict(); if another module uses it in forward, let it share a unit: list the class of their common parent in "
-            f'"shardledger": {{"units": [...]}}, or keep it gathered with stage3_param_persistence_threshold.'
+            f"It is gathered while its own unit runs. To read or edit it elsewhere use shardledger.GatheredParameters "
+            f"or engine.state_dict(). If another module uses it in forward, let both share a unit: list the class of "
+            f'their common parent in "shardledger": {{"units": [...]}}, or keep it gathered with '
+            f"stage3_param_persistence_threshold."
         )
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:

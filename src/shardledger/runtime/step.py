@@ -37,7 +37,7 @@ class Stepper:
     def __init__(
         self,
         units: Sequence[Unit],
-        pieces: Mapping[str, Piece],
+        pieces: Sequence[Piece],
         optimizer: torch.optim.Optimizer,
         transport: Transport,
         plan: Plan,
@@ -65,7 +65,7 @@ class Stepper:
                 self.optimizer.step()
             finally:
                 self.running = False
-            for piece in self._pieces.values():
+            for piece in self._pieces:
                 piece.values.grad = None
             executor.publish()
         self.discard()
@@ -79,7 +79,7 @@ class Stepper:
     def forget(self) -> None:
         """Drop everything that keeps tensors alive."""
         self._gradients = []
-        self._pieces = {}
+        self._pieces = []
 
     def _agree(self) -> tuple[float, dict[str, bool]]:
         """Global norm of the summed gradients, and which parameters had a gradient on any rank, in one exchange.
@@ -118,9 +118,9 @@ class Stepper:
             if factor != 1.0:
                 reduced.mul_(factor)
             ready[id(flat)] = reduced
-        for name, piece in self._pieces.items():
+        for piece in self._pieces:
             gradient = ready.get(id(piece.flat))
-            if gradient is None or not present[name]:
+            if gradient is None or not present[piece.name]:
                 piece.values.grad = None
                 continue
             part = gradient[piece.start : piece.start + piece.values.numel()]

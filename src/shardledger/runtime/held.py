@@ -1,0 +1,54 @@
+"""What stands at ``p.grad`` after a backward pass: the gradient itself is in the engine.
+
+``p.grad = None`` would let a clip or a log of gradients do nothing without a word. The stand-in takes no memory and
+refuses every use by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardledger.errors import EngineStateError
+
+_SHAPE_QUESTIONS = frozenset(
+    [
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "requires_grad", "is_sparse", "layout")
+    ]
+    + [torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim, torch.Tensor.__hash__]
+)
+
+
+class HeldGradient(torch.Tensor):
+    """Stand-in for a gradient that the engine holds. Made by ``stand_in``."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer questions about shape; refuse the rest."""
+        if func in _SHAPE_QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise EngineStateError(
+            f"{getattr(func, '__name__', func)!r} was used on p.grad, but gradients are in the engine, summed over ranks "
+            f"and possibly sharded, so a change to p.grad would have no effect. To clip, set gradient_clipping in the "
+            f"configuration; the norm before clipping is engine.get_global_grad_norm()."
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"HeldGradient(shape={tuple(self.shape)})"
+
+
+def stand_in(parameter: torch.Tensor) -> HeldGradient:
+    """A stand-in for the gradient of ``parameter``: one element, expanded."""
+    with torch._C.DisableTorchFunctionSubclass():
+        one = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+        return one.expand(parameter.shape).as_subclass(HeldGradient)
