@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardledger.config import Config
 from shardledger.errors import PlanError
-from shardledger.plan.plan import Communication, Plan, Precision, StepRule, UnitPlan
+from shardledger.plan.plan import Communication, Plan, Precision, Reporting, StepRule, UnitPlan
 from shardledger.plan.roles import STAGE_ROLES, Role
 from shardledger.plan.spec import REAL_FLOATS, ModelSpec
 from shardledger.plan.units import find_units
@@ -50,6 +50,7 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
             accumulation=config.gradient_accumulation_steps,
             clip_norm=config.gradient_clipping,
         ),
+        reporting=Reporting(every=config.steps_per_print, breakdown=config.wall_clock_breakdown),
         reasons=_reasons(config, model, units, persistent),
     )
 

@@ -55,6 +55,16 @@ class StepRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reporting:
+    """What is said while training."""
+
+    every: int | None
+    """Steps between two printed lines; None prints nothing."""
+    breakdown: bool
+    """Whether the lines say where the time went."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnitPlan:
     """One unit: parameters that are gathered and reduced together."""
 
@@ -87,6 +97,7 @@ class Plan:
     precision: Precision
     communication: Communication
     step: StepRule
+    reporting: Reporting
     reasons: tuple[str, ...] = field(default=(), compare=False)
     """What was decided and why, one sentence each, for people."""
 

@@ -18,6 +18,7 @@ from shardledger.plan.plan import Plan
 from shardledger.runtime.activations import ActivationMeter
 from shardledger.runtime.assemble import Parts, take_apart, weights_of
 from shardledger.runtime.census import probe_optimizer, state_census
+from shardledger.runtime.clock import StepClock
 from shardledger.runtime.consolidate import full_state_dict
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.gathered import announce, withdraw
@@ -65,7 +66,12 @@ class Engine:
         self.config: Any = None
         self.device: torch.device = parts.units[0].flats[0].device if parts.units[0].flats else _device_of(parts)
         self._parts: Parts | None = parts
-        self._compute_dtype = dtype_of(plan.precision.compute)
+        self._clock = StepClock(
+            every=plan.reporting.every,
+            precise=plan.reporting.breakdown,
+            speaks=parts.transport.rank == 0,
+            device=self.device,
+        )
         self._stepper = stepper
         self._meter = meter
         self._activations = ActivationMeter()
@@ -84,9 +90,9 @@ class Engine:
         parts = self._live()
         parts.check_frozen()
         if self.plan.precision.cast_inputs:
-            args, kwargs = cast_floats((args, kwargs), self._compute_dtype)
+            args, kwargs = cast_floats((args, kwargs), dtype_of(self.plan.precision.compute))
         try:
-            with self._measure_activations(parts):
+            with self._clock.time("forward"), self._measure_activations(parts):
                 return self.module(*args, **kwargs)
         except BaseException:
             self._abort(parts)
@@ -113,7 +119,8 @@ class Engine:
             )
         target = loss if scale_wrt_gas else loss * self.plan.step.accumulation
         try:
-            target.backward(retain_graph=retain_graph)
+            with self._clock.time("backward"):
+                target.backward(retain_graph=retain_graph)
         except BaseException:
             self._abort(parts)
             raise
@@ -132,7 +139,11 @@ class Engine:
         progress.global_samples += self.plan.step.micro_batch * self.plan.world
         progress.forced_boundary = None
         if boundary:
-            self._take_step(parts)
+            with self._clock.time("step"):
+                self._take_step(parts)
+            self._clock.report(
+                progress.global_steps, progress.skipped_steps, self.get_lr(), self.get_global_grad_norm() or 0.0
+            )
         self._set_boundary()
 
     def _take_step(self, parts: Parts) -> None:
