@@ -116,5 +116,5 @@ class Plan:
                 return sorted(v.value if isinstance(v, Role) else str(v) for v in value)
             raise TypeError(type(value).__name__)
 
-        content = {k: v for k, v in asdict(self).items() if k != "reasons"}
+        content = {k: v for k, v in asdict(self).items() if k not in ("reasons", "reporting")}
         return hashlib.sha256(json.dumps(content, default=plain, sort_keys=True).encode()).hexdigest()
