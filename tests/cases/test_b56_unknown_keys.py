@@ -55,7 +55,7 @@ def test_all_problems_of_a_file_come_at_once() -> None:
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": -1, "beta": 1}},
         "scheduler": {"type": "WarmupDecayLR"},
-        "fp16": {"enabled": True},
+        "fp16": {"enabled": True, "loss_scale": -1},
         "wandb": {"enabled": True},
         "shardledger": {"checks": "full"},
     }
@@ -71,7 +71,7 @@ def test_all_problems_of_a_file_come_at_once() -> None:
         "optimizer.params.lr = -1",
         "optimizer.params.beta",
         "total_num_steps is missing",
-        "fp16.enabled = true",
+        "fp16.loss_scale = -1",
         "wandb = ",
         "shardledger.checks",
     ):

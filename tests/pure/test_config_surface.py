@@ -125,8 +125,8 @@ TOP_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 SWITCHED_ON: list[tuple[dict[str, Any], str]] = [
-    ({"fp16": {"enabled": True}}, "use bf16"),
-    ({"torch_autocast": {"enabled": True}}, "autocast"),
+    ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp32"),
+    ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, "autocast"),
     ({"tensorboard": {"enabled": True}}, "metrics.jsonl"),
     ({"wandb": {"enabled": True}}, "metrics.jsonl"),
     ({"csv_monitor": {"enabled": "true"}}, "metrics.jsonl"),
@@ -246,7 +246,7 @@ def _fields(model: type[Section], path: str) -> Iterator[tuple[str, Any]]:
 def test_every_field_has_a_help_text_and_known_hints() -> None:
     for path, field in _fields(Config, ""):
         assert field.description and field.description[0].strip(), path
-        assert hints(field).keys() <= {"auto", "no_effect", "from_stage"}, path
+        assert hints(field).keys() <= {"auto", "no_effect", "from_stage", "when_off"}, path
         assert hints(field).get("auto", "plan") in ("plan", "batch", "refuse"), path
 
 

@@ -57,7 +57,7 @@ class TrainingLoop:
         """One optimizer step and its record, equal on every rank except for times."""
         engine = self.engine
         begin = time.perf_counter()
-        waited, skipped = engine.comm_wait_s, engine.skipped_steps
+        waited, skipped, scale = engine.comm_wait_s, engine.skipped_steps, engine.loss_scale
         batches = self.sampler.next_batch()
         data_s = time.perf_counter() - begin
         rate = float(engine.get_lr()[0])  # the rate of this step; step() moves the scheduler on
@@ -91,7 +91,7 @@ class TrainingLoop:
             stage=engine.zero_optimization_stage(),
             offload=self.offload,
             skipped=engine.skipped_steps > skipped,
-            loss_scale=1.0,  # neither fp32 nor bf16 scales the loss
+            loss_scale=scale,
         )
         self.sinks.write(record)
         return record

@@ -30,15 +30,17 @@ def _check_precision(config: Config, findings: Findings) -> None:
     if config.fp16.enabled and config.bf16.enabled:
         findings.problem(f"fp16.enabled and {bf16} are both true; a run has one precision, so switch fp16 off")
         return
-    if config.fp16.enabled:
-        findings.problem("fp16.enabled = true: fp16 arithmetic is not available yet; use bf16")
-        return
+    if config.torch_autocast.enabled and config.precision != "fp32":
+        findings.problem(
+            f"torch_autocast.enabled and {config.precision}.enabled are both true; autocast keeps fp32 weights, "
+            f"{config.precision} does not, so switch one off"
+        )
     wanted = config.data_types.param_dtype
     if wanted is not None and wanted != config.precision:
-        reason = f"{bf16} is {shown(config.bf16.enabled)}"
+        reason = f"{bf16} is {shown(config.bf16.enabled)} and fp16.enabled is {shown(config.fp16.enabled)}"
         findings.problem(
-            f"data_types.param_dtype is {wanted}, but {reason} and fp16.enabled is false, which make the run "
-            f"{config.precision}; remove param_dtype, or change bf16.enabled"
+            f"data_types.param_dtype is {wanted}, but {reason}, which make the run {config.precision}; remove "
+            f"param_dtype, or change bf16.enabled"
         )
 
 
@@ -73,6 +75,7 @@ def _switches(config: Config) -> Iterator[tuple[str, bool, str]]:
     fp32 = "= true is not available, because masters and moments are fp32; remove the key"
     yield "bf16.bf16_master_weights_and_grads", bf16.bf16_master_weights_and_grads, fp32
     yield "bf16.bf16_optimizer_states", bf16.bf16_optimizer_states, fp32
+    yield "fp16.fp16_master_weights_and_grads", config.fp16.fp16_master_weights_and_grads, fp32
 
 
 def _idle_fields(config: Config, section: Section, path: str) -> Iterator[tuple[str, str]]:
@@ -85,7 +88,10 @@ def _idle_fields(config: Config, section: Section, path: str) -> Iterator[tuple[
             continue
         reason = hints(field).get("no_effect")
         lowest = hints(field).get("from_stage", 0)
+        off = hints(field).get("when_off")
         if reason:
             yield here, reason
+        elif off and not getattr(section, "enabled", True):
+            yield here, off
         elif config.zero_optimization.stage < lowest:
             yield here, f"only stage {lowest} reads it, and the stage is {config.zero_optimization.stage}"

@@ -111,11 +111,6 @@ TOP: Mapping[str, Rule] = {
         "DeepCompile is not available; set deepcompile to false",
         switch="deepcompile",
     ),
-    "torch_autocast": _section(
-        "enabled:bool dtype:text lower_precision_safe_modules:list",
-        "autocast inside the engine is not available; use bf16, or torch.autocast in your own model",
-        switch="enabled",
-    ),
     "elasticity": _section(
         "enabled:bool max_train_batch_size:count micro_batch_sizes:list min_gpus:count max_gpus:count min_time:count "
         "prefer_larger_batch:bool ignore_non_elastic_batch_info:bool version:number num_gpus_per_node:count "

@@ -19,6 +19,7 @@ from shardledger.config.sections import (
     DataTypesSection,
     Fp16Section,
     ShardledgerSection,
+    TorchAutocastSection,
     ZeroSection,
 )
 from shardledger.config.values import DtypeName, Flag, NonNegative, Positive, Precision, StepInterval, dtype_name
@@ -48,6 +49,9 @@ class PrecisionChoice(Section):
     bf16: Bf16Section = Field(default_factory=Bf16Section, description="computation in bfloat16")
     fp16: Fp16Section = Field(default_factory=Fp16Section, description="computation in float16")
     data_types: DataTypesSection = Field(default_factory=DataTypesSection, description="dtypes that differ")
+    torch_autocast: TorchAutocastSection = Field(
+        default_factory=TorchAutocastSection, description="forward passes under torch.autocast"
+    )
     communication_data_type: DtypeName | None = Field(
         None,
         description="dtype of gradients on the wire; not given: the dtype of computation",

@@ -15,7 +15,7 @@ class Section(BaseModel):
     Fields may carry hints in ``json_schema_extra``: ``auto`` says what the word "auto" means for the key ("plan": left
     open for the plan, "batch": derived with the other batch sizes, "refuse": an error, absent: the default is used);
     ``no_effect`` holds the reason why a key is accepted and changes nothing; ``from_stage`` is the lowest ZeRO stage
-    that reads the key.
+    that reads the key; ``when_off`` is the reason why the key changes nothing while the ``enabled`` beside it is false.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -28,7 +28,7 @@ class Section(BaseModel):
         plain: dict[str, Any] = {}
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
-            silent = {"no_effect", "from_stage"} & hints(field).keys() and name not in self.model_fields_set
+            silent = {"no_effect", "from_stage", "when_off"} & hints(field).keys() and name not in self.model_fields_set
             plain_value = value.to_dict() if isinstance(value, Section) else _plain(value)
             if value is None or silent or (plain_value == {} and isinstance(value, Section)):
                 continue

@@ -35,25 +35,39 @@ class Bf16Section(Section):
     bf16_optimizer_states: Flag = Field(False, description="bf16 moments; only false is available")
 
 
-_FP16_OFF = _idle("fp16 is off, so there is no loss scale")
+_SCALE = {"when_off": "fp16 is off, so there is no loss scale"}
 
 
 class Fp16Section(Section):
-    """Computation in float16 with loss scaling; not available yet, so ``enabled`` must be false."""
+    """Computation in float16 with fp32 master weights and moments, and a loss scale that keeps gradients in range."""
 
-    enabled: Flag = Field(False, description="compute in fp16; only false is available")
-    auto_cast: Flag = Field(False, description="cast inputs to fp16", json_schema_extra=_FP16_OFF)
-    loss_scale: Number = Field(0.0, ge=0, description="fixed loss scale; 0 is dynamic", json_schema_extra=_FP16_OFF)
-    initial_scale_power: Count = Field(16, description="first scale, as a power of 2", json_schema_extra=_FP16_OFF)
+    enabled: Flag = Field(False, description="compute and communicate in fp16; master weights and moments stay fp32")
+    auto_cast: Flag = Field(
+        False, description="cast inputs to fp16", json_schema_extra=_idle("shardledger.cast_inputs casts them already")
+    )
+    loss_scale: Number = Field(0.0, ge=0, description="fixed loss scale; 0 is dynamic", json_schema_extra=_SCALE)
+    initial_scale_power: Count = Field(16, description="first dynamic scale, as a power of 2", json_schema_extra=_SCALE)
     loss_scale_window: Positive = Field(
-        1000, description="good steps before the scale doubles", json_schema_extra=_FP16_OFF
+        1000, description="good steps before the scale doubles", json_schema_extra=_SCALE
     )
-    hysteresis: Positive = Field(2, description="overflows before the scale halves", json_schema_extra=_FP16_OFF)
+    hysteresis: Positive = Field(2, description="overflows before the scale halves", json_schema_extra=_SCALE)
     consecutive_hysteresis: Flag = Field(
-        False, description="refill hysteresis on a good step", json_schema_extra=_FP16_OFF
+        False, description="refill hysteresis on every good step", json_schema_extra=_SCALE
     )
-    min_loss_scale: Number = Field(1.0, gt=0, description="smallest dynamic scale", json_schema_extra=_FP16_OFF)
-    fp16_master_weights_and_grads: Flag = Field(False, description="fp16 master weights", json_schema_extra=_FP16_OFF)
+    min_loss_scale: Number = Field(1.0, gt=0, description="smallest dynamic scale", json_schema_extra=_SCALE)
+    fp16_master_weights_and_grads: Flag = Field(False, description="fp16 master weights; only false is available")
+
+
+class TorchAutocastSection(Section):
+    """Forward passes under torch.autocast: weights stay fp32, operations choose their dtype."""
+
+    enabled: Flag = Field(False, description="run the model under torch.autocast")
+    dtype: DtypeName = Field("bf16", description="dtype of the operations that autocast lowers")
+    lower_precision_safe_modules: tuple[str, ...] | None = Field(
+        None,
+        description="classes whose gradients may travel in the lower dtype",
+        json_schema_extra=_idle("communication_data_type decides the dtype on the wire"),
+    )
 
 
 class DataTypesSection(Section):
@@ -186,6 +200,12 @@ class ShardledgerSection(Section):
     )
     cast_inputs: Flag = Field(
         True, description="cast fp32 tensors given to the model to the dtype of bf16 or fp16 training"
+    )
+    nonfinite: Literal["skip", "raise"] = Field(
+        "skip", description="what all ranks do when a gradient is inf or NaN: skip the step with a warning, or raise"
+    )
+    max_consecutive_skips: Positive = Field(
+        10, description="steps skipped in a row after which the run ends (a dynamic loss scale has its own end)"
     )
     timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
     reproducible: Flag = Field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardledger.config import Config
 from shardledger.errors import PlanError
-from shardledger.plan.plan import Communication, Plan, Precision, Reporting, StepRule, UnitPlan
+from shardledger.plan.plan import Communication, LossScale, Plan, Precision, Reporting, StepRule, UnitPlan
 from shardledger.plan.roles import STAGE_ROLES, Role
 from shardledger.plan.spec import REAL_FLOATS, ModelSpec
 from shardledger.plan.units import find_units
@@ -49,6 +49,8 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
             micro_batch=config.train_micro_batch_size_per_gpu,
             accumulation=config.gradient_accumulation_steps,
             clip_norm=config.gradient_clipping,
+            raise_on_nonfinite=config.shardledger.nonfinite == "raise",
+            max_consecutive_skips=config.shardledger.max_consecutive_skips,
         ),
         reporting=Reporting(every=config.steps_per_print, breakdown=config.wall_clock_breakdown),
         reasons=_reasons(config, model, units, persistent),
@@ -70,6 +72,20 @@ def _precision(config: Config, sharded: frozenset[Role]) -> Precision:
         local_accumulate=local,
         wire=_DTYPES[wire] if wire else compute,
         cast_inputs=config.shardledger.cast_inputs and compute != "float32",
+        autocast=_DTYPES[config.torch_autocast.dtype] if config.torch_autocast.enabled else None,
+        loss_scale=_loss_scale(config) if compute == "float16" else None,
+    )
+
+
+def _loss_scale(config: Config) -> LossScale:
+    fp16 = config.fp16
+    return LossScale(
+        dynamic=fp16.loss_scale == 0,
+        initial=fp16.loss_scale or 2.0**fp16.initial_scale_power,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        minimum=fp16.min_loss_scale,
     )
 
 

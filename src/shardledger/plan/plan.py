@@ -23,6 +23,24 @@ class Precision:
     """Dtype of gradients on the wire (``communication_data_type``)."""
     cast_inputs: bool
     """Whether fp32 tensors given to the model are cast to ``compute``."""
+    autocast: str | None
+    """Dtype of torch.autocast around forward passes, or None."""
+    loss_scale: LossScale | None
+    """None where losses are not scaled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """The loss scale of fp16."""
+
+    dynamic: bool
+    initial: float
+    window: int
+    """Good steps before the scale doubles."""
+    hysteresis: int
+    """Overflows before it halves."""
+    consecutive_hysteresis: bool
+    minimum: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +70,10 @@ class StepRule:
     """Micro-batches per optimizer step."""
     clip_norm: float
     """Largest global gradient norm; 0 is no clipping."""
+    raise_on_nonfinite: bool
+    """Raise when a gradient is inf or NaN, rather than skip the step."""
+    max_consecutive_skips: int
+    """Skipped steps in a row that end the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,10 @@ class Parts:
     executor: Executor
     hooks: Hooks
     transport: Transport
+    scaling: bool = False
+    """Whether losses must be scaled before their backward pass (fp16)."""
+    scaled: bool = False
+    """Whether the next backward pass starts from a scaled loss."""
     unsynced: bool = False
     """Whether gradients of this window have not been reduced by the last backward pass."""
     undo: tuple[Any, ...] = ()
@@ -39,9 +43,28 @@ class Parts:
     on_destroy: Callable[[], None] | None = None
     """Ends what initialize began beside the engine: the process group, when it made it."""
 
+    def backward_begins(self) -> None:
+        """Refuse an unscaled loss in fp16.
+
+        Raises:
+            EngineStateError: its gradients would be divided by a scale they never had.
+        """
+        if self.scaling and not self.scaled:
+            raise EngineStateError(
+                "loss.backward() was called in fp16 without the loss scale. Call engine.backward(loss), or "
+                "engine.scale(loss).backward()."
+            )
+
+    def mute(self, silent: bool) -> None:
+        """Whether gradients that arrive count as zero."""
+        for unit in self.units:
+            for gradients in unit.gradients:
+                gradients.mute = silent
+
     def backward_ended(self) -> None:
         """Reduce what is left and release everything."""
         self.executor.perform(self.schedule.end_backward(self.executor.late()))
+        self.scaled = False
         self.unsynced = not (self.executor.sync and self.executor.boundary)
         for unit in self.units:
             for gradients in unit.gradients:
@@ -69,7 +92,7 @@ class Parts:
         for unit in self.units:
             for gradients in unit.gradients:
                 gradients.reset()
-        self.unsynced = False
+        self.unsynced = self.scaled = False
 
 
 def assemble(site: Site) -> Parts:
@@ -90,6 +113,7 @@ def assemble(site: Site) -> Parts:
         units,
         schedule,
         executor,
+        on_backward_begin=lambda: parts[0].backward_begins(),
         on_backward_end=lambda: parts[0].backward_ended(),
         on_broken_pass=lambda: parts[0].abort(),
     )
@@ -100,7 +124,18 @@ def assemble(site: Site) -> Parts:
         if not flat.layout.trainable
         for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True)
     ]
-    parts.append(Parts(units, frozen, schedule, executor, hooks, site.transport, undo=tuple(wrapped)))
+    parts.append(
+        Parts(
+            units,
+            frozen,
+            schedule,
+            executor,
+            hooks,
+            site.transport,
+            scaling=plan.precision.loss_scale is not None,
+            undo=tuple(wrapped),
+        )
+    )
     for unit in units:
         for flat in unit.flats:
             if flat.layout.trainable:

@@ -96,4 +96,5 @@ def _modules(model: nn.Module, first_name: dict[int, str]) -> Iterator[ModuleSpe
             container=containers.get(id(module), ""),
             composite=next(module.children(), None) is not None,
             parameters=tuple(dict.fromkeys(first_name[id(p)] for p in module.parameters())),
+            leaf=is_leaf(module),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,26 +22,10 @@ from shardledger.runtime.clock import StepClock
 from shardledger.runtime.consolidate import full_state_dict
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.gathered import announce, withdraw
-from shardledger.runtime.step import StepOutcome, Stepper
+from shardledger.runtime.progress import Progress
+from shardledger.runtime.step import Stepper, Window
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Traffic
-
-
-@dataclass
-class Progress:
-    """Counters of a run."""
-
-    global_steps: int = 0
-    micro_steps: int = 0
-    skipped_steps: int = 0
-    global_samples: int = 0
-    window: int = 0
-    """Micro-batches since the last step."""
-    forced_boundary: bool | None = None
-    last: StepOutcome | None = None
-    traffic_at_step: dict[str, Traffic] = field(default_factory=dict)
-    traffic_of_step: dict[str, Traffic] = field(default_factory=dict)
-    traffic_at_start: dict[str, Traffic] = field(default_factory=dict)
 
 
 class Engine:
@@ -92,7 +76,7 @@ class Engine:
         if self.plan.precision.cast_inputs:
             args, kwargs = cast_floats((args, kwargs), dtype_of(self.plan.precision.compute))
         try:
-            with self._clock.time("forward"), self._measure_activations(parts):
+            with self._clock.time("forward"), self._measure_activations(parts), self._autocast():
                 return self.module(*args, **kwargs)
         except BaseException:
             self._abort(parts)
@@ -100,16 +84,25 @@ class Engine:
 
     forward = __call__
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        denominator: float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Run the backward pass and return ``loss`` as it came: gradients are averaged at the step, not through it.
 
         Args:
             loss: a scalar that requires gradients.
             retain_graph: as in ``torch.Tensor.backward``.
             scale_wrt_gas: False when the loss has been divided by the accumulation steps already.
+            denominator: what ``loss`` is a mean over (its tokens, say). The step then divides by the sum over all
+                micro-batches and ranks, so that every token weighs the same. 0 counts the micro-batch as absent, even
+                when its loss is NaN.
 
         Raises:
-            EngineStateError: the loss has no graph.
+            EngineStateError: the loss has no graph, or micro-batches of one step disagree on having a denominator.
         """
         parts = self._live()
         if not isinstance(loss, torch.Tensor) or loss.grad_fn is None and not loss.requires_grad:
@@ -117,34 +110,53 @@ class Engine:
                 f"engine.backward needs a loss that depends on trainable parameters; got {_describe(loss)}. Was the "
                 f"forward pass run under torch.no_grad(), or the loss detached?"
             )
-        target = loss if scale_wrt_gas else loss * self.plan.step.accumulation
+        weight = None if denominator is None else float(denominator)
+        self._progress.weigh(weight)
+        factor = (weight or 1.0) * (1 if scale_wrt_gas else self.plan.step.accumulation)
+        target = self.scale(loss)
+        parts.mute(weight == 0)
         try:
             with self._clock.time("backward"):
-                target.backward(retain_graph=retain_graph)
+                (target * factor if factor != 1.0 else target).backward(retain_graph=retain_graph)
         except BaseException:
             self._abort(parts)
             raise
+        finally:
+            parts.mute(False)
         return loss
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for ``scaled.backward()`` in fp16; the loss itself without a loss scale."""
+        self._live().scaled = True
+        scaler = self._stepper.scaler
+        return loss.float() * scaler.scale if scaler.active else loss
+
     def step(self) -> None:
-        """Count one micro-batch; at the accumulation boundary clip, update the weights and advance the scheduler."""
+        """Count one micro-batch; at the accumulation boundary clip, update the weights and advance the scheduler.
+
+        Raises:
+            EngineStateError: a backward pass is unfinished, or gradients are not finite and the run is to end.
+        """
         parts = self._live()
         if parts.schedule.in_backward:
             self._abort(parts)
             raise EngineStateError("engine.step was called while a backward pass is unfinished (it raised?).")
         progress = self._progress
         boundary = self.is_gradient_accumulation_boundary()
-        progress.micro_steps += 1
-        progress.window += 1
-        progress.global_samples += self.plan.step.micro_batch * self.plan.world
-        progress.forced_boundary = None
+        progress.count_micro_batch(self.plan.step.micro_batch * self.plan.world)
         if boundary:
-            with self._clock.time("step"):
-                self._take_step(parts)
-            self._clock.report(
-                progress.global_steps, progress.skipped_steps, self.get_lr(), self.get_global_grad_norm() or 0.0
-            )
+            self._take_step(parts)
         self._set_boundary()
+
+    def flush(self) -> None:
+        """Step now if micro-batches have been accumulated (an epoch ended inside a window), averaging over those.
+
+        Collective: every rank calls it. Without accumulated micro-batches it does nothing.
+        """
+        parts = self._live()
+        if self._progress.window:
+            self._take_step(parts)
+            self._set_boundary()
 
     def _take_step(self, parts: Parts) -> None:
         progress = self._progress
@@ -152,19 +164,22 @@ class Engine:
             parts.executor.reduce_everything()
             parts.unsynced = False
         first = progress.last is None
-        outcome = self._stepper.step(parts.executor, progress.window, self.plan.step.clip_norm)
+        window = Window(progress.window_weight, self.plan.step.clip_norm, progress.global_steps + 1)
+        progress.end_window()
+        with self._clock.time("step"):
+            outcome = self._stepper.step(parts.executor, window)
         progress.last = outcome
         parts.executor.measuring = first
-        progress.window = 0
-        progress.global_steps += 1
         if outcome.applied:
+            progress.global_steps += 1
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         else:
             progress.skipped_steps += 1
             warnings.warn(
-                f"step {progress.global_steps}: the gradient norm is {outcome.grad_norm}; all ranks skipped the "
-                f"update and the learning-rate schedule did not advance ({progress.skipped_steps} skipped so far).",
+                f"step {window.step} skipped on all ranks, gradients are not finite: {outcome.blame}. Weights, counters "
+                f"and learning rate did not move ({progress.skipped_steps} skipped so far"
+                f"{f', loss scale now {self.loss_scale:g}' if self._stepper.scaler.active else ''}).",
                 stacklevel=3,
             )
         if first:
@@ -172,6 +187,8 @@ class Engine:
         now = parts.transport.counters.snapshot()
         progress.traffic_of_step = _difference(now, progress.traffic_at_step)
         progress.traffic_at_step = now
+        if outcome.applied:
+            self._clock.report(progress.global_steps, progress.skipped_steps, self.get_lr(), outcome.grad_norm)
 
     def _agree_on_order(self, parts: Parts) -> None:
         """Launch reductions from now on in the order in which rank 0's first backward pass completed the units."""
@@ -238,7 +255,7 @@ class Engine:
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps, skipped ones included."""
+        """Optimizer steps that changed the weights."""
         return self._progress.global_steps
 
     @property
@@ -276,6 +293,19 @@ class Engine:
     def get_lr(self) -> list[float]:
         """Learning rate of each param group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with now; 1.0 without fp16."""
+        return self._stepper.scaler.scale
+
+    def fp16_enabled(self) -> bool:
+        """Whether weights compute in fp16."""
+        return self.plan.precision.compute == "float16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether weights compute in bf16."""
+        return self.plan.precision.compute == "bfloat16"
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage."""
@@ -331,7 +361,7 @@ class Engine:
         """Drop the gradients accumulated since the last step."""
         self._live().executor.settle_reductions()
         self._stepper.discard()
-        self._progress.window = 0
+        self._progress.end_window()
         self._set_boundary()
 
     def destroy(self) -> None:
@@ -362,11 +392,18 @@ class Engine:
     def _abort(self, parts: Parts) -> None:
         """Clean up after an exception; the accumulation window starts anew."""
         parts.abort()
-        self._progress.window = 0
+        self._progress.end_window()
         self._set_boundary()
 
     def _set_boundary(self) -> None:
         self._live().executor.boundary = self.is_gradient_accumulation_boundary()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.plan.precision.autocast
+        if dtype is None:
+            return nullcontext()
+        # Autocast's cache would keep a lowered copy of every weight alive after its unit is released.
+        return torch.autocast(self.device.type, dtype=dtype_of(dtype), cache_enabled=False)
 
     def _measure_activations(self, parts: Parts) -> AbstractContextManager[None]:
         if self._progress.micro_steps > 0 or not self.module.training or not torch.is_grad_enabled():

@@ -31,6 +31,11 @@ def withdraw(parts: Parts) -> None:
     _LIVE.discard(parts)
 
 
+def live() -> list[Parts]:
+    """The parts of every engine that has not been destroyed."""
+    return list(_LIVE)
+
+
 class GatheredParameters(AbstractContextManager[None]):
     """Inside the block, ``params`` are whole on every rank; collective.
 

@@ -52,6 +52,10 @@ class FlatGradients:
         """Keep local gradients in the accumulation dtype: several backward passes come before the next reduction."""
         self.has_sum = False
         """Whether ``reduced`` holds anything of this window."""
+        self.mute = False
+        """Gradients that arrive count as zero: this rank's micro-batch has no weight."""
+        self.probe: torch.Tensor | None = None
+        """Sum of this rank's own gradients of the window: finite when they are, read only when the norm is not."""
         self._kept = self._empty(local_dtype) if self.keeps_local else None
         self.local: torch.Tensor | None = self._kept
         self.reduced = self._make_reduced()
@@ -96,6 +100,8 @@ class FlatGradients:
             if not self._round[index]:
                 local[slot.start : slot.start + slot.numel].zero_()
         local[self.flat.layout.numel :].zero_()
+        own = local.abs().sum() if local.is_complex() else local.sum(dtype=torch.float64)
+        self.probe = own if self.probe is None else self.probe + own
         self._move(GradState.PENDING)
         self._move(GradState.REDUCING)
         return local
@@ -116,6 +122,7 @@ class FlatGradients:
         """Forget all gradients: a step was taken, or the window is discarded."""
         self._move(GradState.EMPTY)
         self.has_sum = False
+        self.probe = None
         self.present = [False] * len(self.present)
         self._round = [False] * len(self._round)
         self.local = self._kept
@@ -152,7 +159,10 @@ class FlatGradients:
         slot = self.flat.layout.slots[index]
         target = self.local[slot.start : slot.start + slot.numel].view(slot.shape)
         first = not self._round[index]
-        if first:
+        if self.mute:
+            if first:
+                target.zero_()
+        elif first:
             target.copy_(parameter.grad)
         else:
             target.add_(parameter.grad)

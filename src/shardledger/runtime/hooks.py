@@ -26,12 +26,14 @@ class Hooks:
         schedule: Schedule,
         executor: Executor,
         *,
+        on_backward_begin: Callable[[], None],
         on_backward_end: Callable[[], None],
         on_broken_pass: Callable[[], None],
     ) -> None:
         self._units = units
         self._schedule = schedule
         self._executor = executor
+        self._on_backward_begin = on_backward_begin
         self._on_backward_end = on_backward_end
         self._on_broken_pass = on_broken_pass
         self._complete: list[set[int]] = [set() for _ in units]
@@ -106,6 +108,7 @@ class Hooks:
         self._perform(self._schedule.input_reached(unit.index))
 
     def _begin_backward(self, first: int) -> None:
+        self._on_backward_begin()
         for unit in self._units:
             self._complete[unit.index].clear()
             for gradients in unit.gradients:

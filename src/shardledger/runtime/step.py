@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from shardledger.errors import EngineStateError
 from shardledger.plan.plan import Plan
 from shardledger.runtime.executor import Executor
 from shardledger.runtime.gradients import FlatGradients
+from shardledger.runtime.loss_scale import LossScaler
 from shardledger.runtime.optimizer import Piece
 from shardledger.runtime.unit import Unit
 from shardledger.transport import Transport
@@ -20,15 +22,28 @@ _BITS = 48
 
 
 @dataclass(frozen=True)
+class Window:
+    """The micro-batches that one step is made of, on this rank."""
+
+    weight: float
+    """Sum of their weights: their number, or the tokens they hold."""
+    clip_norm: float
+    step: int
+    """Number of the step, for messages."""
+
+
+@dataclass(frozen=True)
 class StepOutcome:
     """What one step decided, the same on every rank."""
 
     grad_norm: float
-    """Global norm of the averaged gradient, before clipping."""
+    """Global norm of the averaged, unscaled gradient, before clipping."""
     clip_coefficient: float
     """What the gradients were multiplied with to meet the clipping norm; 1 when they met it."""
     applied: bool
     """Whether the optimizer ran: not when the norm is infinite or NaN."""
+    blame: str = ""
+    """Where the non-finite values are: parameter, inf or NaN, ranks."""
 
 
 class Stepper:
@@ -45,31 +60,102 @@ class Stepper:
         self.optimizer = optimizer
         self.running = False
         """Whether the optimizer is called by the engine."""
+        self.scaler = LossScaler(plan.precision.loss_scale)
+        self._skipped_in_a_row = 0
         self._gradients = [g for unit in units for g in unit.gradients]
         self._pieces = pieces
         self._transport = transport
         self._plan = plan
 
-    def step(self, executor: Executor, micro_batches: int, clip_norm: float) -> StepOutcome:
-        """Take one optimizer step from the gradients of ``micro_batches`` micro-batches per rank."""
+    def step(self, executor: Executor, window: Window) -> StepOutcome:
+        """Take one optimizer step from the gradients of a window of micro-batches.
+
+        Raises:
+            EngineStateError: on all ranks, when gradients are not finite and the plan says to raise, when too many
+                steps in a row were skipped, or when the loss scale cannot get smaller.
+        """
         executor.settle_reductions()
-        divisor = micro_batches * (self._transport.world if self._plan.communication.average else 1)
-        norm_of_sum, present = self._agree()
-        norm = norm_of_sum / divisor
+        norm_of_sum, weight, present = self._agree(window.weight)
+        divisor = weight / (1 if self._plan.communication.average else self._transport.world) * self.scaler.scale
+        norm = norm_of_sum / divisor if divisor else 0.0
         applied = math.isfinite(norm)
-        coefficient = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 and applied else 1.0
+        coefficient = min(1.0, window.clip_norm / (norm + 1e-6)) if window.clip_norm > 0 and applied else 1.0
+        blame = "" if applied else self._find_blame()
         if applied:
-            self._hand_over(coefficient / divisor, present)
-            self.running = True
-            try:
-                self.optimizer.step()
-            finally:
-                self.running = False
-            for piece in self._pieces:
-                piece.values.grad = None
+            self._hand_over(coefficient / divisor if divisor else 0.0, present)
+            self._run_optimizer()
             executor.publish()
         self.discard()
-        return StepOutcome(norm, coefficient, applied)
+        self._judge(applied, blame, window.step)
+        return StepOutcome(norm, coefficient, applied, blame)
+
+    def _run_optimizer(self) -> None:
+        self.running = True
+        try:
+            self.optimizer.step()
+        finally:
+            self.running = False
+        for piece in self._pieces:
+            piece.values.grad = None
+
+    def _judge(self, applied: bool, blame: str, step: int) -> None:
+        """Move the loss scale; end the run where going on would only hide the trouble."""
+        exhausted = not applied and self.scaler.at_minimum
+        scale = self.scaler.scale
+        self.scaler.update(overflow=not applied)
+        self._skipped_in_a_row = 0 if applied else self._skipped_in_a_row + 1
+        if applied:
+            return
+        if exhausted:
+            raise EngineStateError(
+                f"step {step}: the loss scale is already at its minimum {scale:g} and gradients still are not finite: "
+                f'{blame}. fp16 cannot hold these values: train in bf16 ("bf16": {{"enabled": true}}), or look at '
+                f"that parameter and the loss."
+            )
+        rule = self._plan.step
+        if rule.raise_on_nonfinite:
+            raise EngineStateError(
+                f"step {step}: gradients are not finite: {blame}. No weight was changed. (shardledger.nonfinite is "
+                f'"raise"; "skip" skips such steps with a warning.)'
+            )
+        limit = rule.max_consecutive_skips
+        if self._skipped_in_a_row >= limit and not self.scaler.dynamic:
+            raise EngineStateError(
+                f"step {step}: {self._skipped_in_a_row} steps in a row were skipped because gradients are not finite: "
+                f"{blame}. The run is not learning any more: lower the learning rate, clip gradients, or check the data "
+                f"and the loss. (shardledger.max_consecutive_skips is {limit}.)"
+            )
+
+    def _find_blame(self) -> str:
+        """Name the parameters that are not finite, and the ranks whose own gradients were not; collective."""
+        report = []
+        for index, gradients in enumerate(self._gradients):
+            names = []
+            if gradients.has_sum:
+                shard = gradients.reduced_shard()
+                for piece in gradients.flat.layout.pieces(gradients.flat.rank):
+                    part = shard[piece.in_shard.start : piece.in_shard.stop]
+                    if not bool(part.isfinite().all()):
+                        slots = [slot.name for slot in gradients.flat.layout.slots]
+                        names.append((slots.index(piece.name), bool(part.isnan().any())))
+            own = gradients.probe is not None and not bool(gradients.probe.isfinite())
+            first = names[0] if names else (-1, False)
+            report += [float(index), float(first[0]), float(first[1]), float(own)]
+        rows = self._transport.exchange(
+            torch.tensor(report, dtype=torch.float64), "exchange of non-finite parameters"
+        ).tolist()
+        found = []
+        for index, gradients in enumerate(self._gradients):
+            cells = [row[4 * index : 4 * index + 4] for row in rows]
+            bad = sorted((int(cell[1]), bool(cell[2])) for cell in cells if cell[1] >= 0)
+            if not bad:
+                continue
+            ranks = [rank for rank, cell in enumerate(cells) if cell[3]]
+            name = gradients.flat.layout.slots[bad[0][0]].name
+            kind = "NaN" if any(is_nan for slot, is_nan in bad if slot == bad[0][0]) else "inf"
+            whose = f"from rank {', '.join(map(str, ranks))}" if ranks else "from the sum over ranks"
+            found.append(f"{name!r} has {kind} {whose}")
+        return "; ".join(found[:3]) + (f"; and {len(found) - 3} more units" if len(found) > 3 else "")
 
     def discard(self) -> None:
         """Forget the gradients of this accumulation window."""
@@ -81,8 +167,8 @@ class Stepper:
         self._gradients = []
         self._pieces = []
 
-    def _agree(self) -> tuple[float, dict[str, bool]]:
-        """Global norm of the summed gradients, and which parameters had a gradient on any rank, in one exchange.
+    def _agree(self, weight: float) -> tuple[float, float, dict[str, bool]]:
+        """Global norm of the summed gradients, summed weight, and which parameters had a gradient on any rank.
 
         Squares are added over this rank's shards in fp64, then over ranks in rank order, at every stage alike.
         """
@@ -94,16 +180,17 @@ class Stepper:
                 square += float(torch.linalg.vector_norm(gradients.reduced_shard(), dtype=_wide(gradients))) ** 2
         words = [sum(1 << bit for bit, f in enumerate(flags[i : i + _BITS]) if f) for i in range(0, len(flags), _BITS)]
         rows = self._transport.exchange(
-            torch.tensor([square, *words], dtype=torch.float64), "exchange of the gradient norm"
+            torch.tensor([square, weight, *words], dtype=torch.float64), "exchange of the gradient norm"
         ).tolist()
-        total = 0.0
+        total = total_weight = 0.0
         for row in rows:
             total += row[0]
+            total_weight += row[1]
         merged = [0] * len(words)
         for row in rows:
-            merged = [a | int(b) for a, b in zip(merged, row[1:], strict=True)]
+            merged = [a | int(b) for a, b in zip(merged, row[2:], strict=True)]
         present = {name: bool(merged[i // _BITS] >> (i % _BITS) & 1) for i, name in enumerate(names)}
-        return math.sqrt(total), present
+        return math.sqrt(total), total_weight, present
 
     def _hand_over(self, factor: float, present: Mapping[str, bool]) -> None:
         """Point each piece at its part of the reduced gradient, scaled. Without a gradient anywhere it has none."""
