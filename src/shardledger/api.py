@@ -102,6 +102,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     layout = build_layout(plan, spec)
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     transport, created = join(place, target, settings.shardledger.timeout_s, may_create=dist_init_required is not False)
+    _pin(plan, target)
     parts: Parts | None = None
     try:
         _compare(plan, transport)
@@ -154,6 +155,22 @@ def _device(device: str | torch.device | None, place: Place) -> torch.device:
             target = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(target)
     return target
+
+
+def _pin(plan: Plan, device: torch.device) -> None:
+    """Reproducible mode: fix what changes bits behind the engine's back.
+
+    Raises:
+        ConfigError: the backend adds in an order of its own.
+    """
+    if not plan.reproducible:
+        return
+    if device.type != "cpu":
+        raise ConfigError(
+            f"shardledger.reproducible is available on CPU ranks over gloo; on {device.type} the collectives and some "
+            f"kernels add in an order of their own. Remove the key, or use device='cpu'."
+        )
+    torch.set_num_threads(1)  # a matmul over two threads rounds differently from one over one
 
 
 def _compare(plan: Plan, transport: Transport) -> None:

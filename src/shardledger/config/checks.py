@@ -65,7 +65,6 @@ def _check_offload(config: Config, findings: Findings) -> None:
 def _switches(config: Config) -> Iterator[tuple[str, bool, str]]:
     """Yield (key path, is it asked for, what is wrong and what to do) for values that are not available."""
     own, bf16 = config.shardledger, config.bf16
-    yield "shardledger.reproducible", own.reproducible, f"= true {_NOT_YET}; remove the key"
     yield "shardledger.checks", own.checks == "full", f'= "full" {_NOT_YET}; use "default"'
     yield (
         "activation_checkpointing.cpu_checkpointing",

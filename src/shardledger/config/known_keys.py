@@ -155,7 +155,6 @@ ZERO: Mapping[str, Rule] = {
     "log_trace_cache_warnings": _idle("bool", "the order of units is not traced into a cache"),
     "enable_sanity_checks": _idle("bool", "shardledger.checks decides what is verified"),
     "save_muon_momentum_buffer_in_memory": _idle("bool", "there is no Muon"),
-    "leaf_module": _section("classes:any names:any name_suffixes:any", _BY_UNIT),
     "grad_hooks": _idle("bool", "DeepSpeed's manual names it, its code does not"),
     "elastic_checkpoint": _refused("it is not available; remove the key", False),
     "legacy_stage1": _refused("DeepSpeed has removed it; remove the key", False),

@@ -35,7 +35,7 @@ class Bf16Section(Section):
     bf16_optimizer_states: Flag = Field(False, description="bf16 moments; only false is available")
 
 
-_SCALE = {"when_off": "fp16 is off, so there is no loss scale"}
+_SCALE: dict[str, Any] = {"when_off": "fp16 is off, so there is no loss scale"}
 
 
 class Fp16Section(Section):
@@ -110,6 +110,14 @@ class OffloadParamSection(Section):
     pin_memory: Flag = Field(True, description="keep host copies in page-locked memory")
 
 
+class LeafModuleSection(Section):
+    """Modules that are never cut into units, for experts and other branches that not every rank takes."""
+
+    classes: tuple[str, ...] = Field((), description="class names, bare or with their module")
+    names: tuple[str, ...] = Field((), description="paths of modules, as in model.named_modules()")
+    name_suffixes: tuple[str, ...] = Field((), description="endings of such paths")
+
+
 class ZeroSection(Section):
     """What is sharded over the ranks, and how it travels. Sizes are elements, not bytes; None leaves it to the plan."""
 
@@ -161,6 +169,9 @@ class ZeroSection(Section):
         serialization_alias="stage3_gather_16bit_weights_on_model_save",
         json_schema_extra={"from_stage": 3},
     )
+    leaf_module: LeafModuleSection | None = Field(
+        None, description="modules gathered and reduced as one with everything below them"
+    )
     offload_param: OffloadParamSection | None = Field(None, description="where parameters sleep")
     offload_optimizer: OffloadOptimizerSection | None = Field(None, description="where optimizer state sleeps")
 
@@ -209,7 +220,7 @@ class ShardledgerSection(Section):
     )
     timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
     reproducible: Flag = Field(
-        False, description="results that do not depend on the number of ranks; only false is available"
+        False, description="results that depend on the global batch alone, not on the stage or the number of ranks"
     )
     checks: Literal["default", "full"] = Field(
         "default", description="how much the engine verifies while it runs; only default is available"

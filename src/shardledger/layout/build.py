@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardledger.errors import LayoutError
-from shardledger.layout.flat import FlatLayout, Piece, make_flat
+from shardledger.layout.flat import FlatLayout, Piece, make_flat, with_aligned_slots
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Role
 from shardledger.plan.spec import REAL_FLOATS, ModelSpec, ParameterSpec
@@ -55,21 +55,20 @@ def build_layout(plan: Plan, model: ModelSpec) -> Layout:
             key = (compute_dtype(spec, plan), spec.trainable, name in plan.persistent)
             groups.setdefault(key, []).append(spec)
         for (dtype, trainable, persistent), members in groups.items():
-            flats.append(
-                make_flat(
-                    [(spec.name, spec.shape) for spec in members],
-                    unit=index,
-                    dtype=dtype,
-                    trainable=trainable,
-                    sharded=(
-                        Role.PARAM in unit.sharded and not persistent,
-                        Role.GRAD in unit.sharded,
-                        Role.OPTIM in unit.sharded,
-                    ),
-                    world=plan.world,
-                    alignment=plan.alignment,
-                )
+            flat = make_flat(
+                [(spec.name, spec.shape) for spec in members],
+                unit=index,
+                dtype=dtype,
+                trainable=trainable,
+                sharded=(
+                    Role.PARAM in unit.sharded and not persistent,
+                    Role.GRAD in unit.sharded,
+                    Role.OPTIM in unit.sharded,
+                ),
+                world=plan.world,
+                alignment=plan.alignment,
             )
+            flats.append(with_aligned_slots(flat, plan.alignment) if plan.reproducible else flat)
     return Layout(plan.world, tuple(flats))
 
 

@@ -7,7 +7,7 @@ parameter's interval in its flat; a *shard* is one rank's interval of a flat; a 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from shardledger.errors import LayoutError
@@ -65,7 +65,8 @@ class Piece:
 class FlatLayout:
     """One flat buffer of a unit.
 
-    Slots follow each other without gaps; only the end is padded, by fewer than ``world * alignment`` elements.
+    Slots follow each other without gaps (unless they are aligned); only the end is padded, by fewer than
+    ``world * alignment`` elements.
     """
 
     unit: int
@@ -77,11 +78,13 @@ class FlatLayout:
     world: int
     slots: tuple[Slot, ...]
     padded_numel: int
+    slot_alignment: int = 1
+    """Slots start at multiples of this; what lies between two slots is padding."""
 
     def __post_init__(self) -> None:
         end = 0
         for slot in self.slots:
-            if slot.start != end:
+            if slot.start != _align(end, self.slot_alignment):
                 raise LayoutError(f"slot {slot.name!r} starts at {slot.start}, its predecessor ends at {end}")
             end = slot.interval.stop
         if self.padded_numel < end or self.padded_numel % self.world:
@@ -89,7 +92,7 @@ class FlatLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters, without padding."""
+        """Elements up to the end of the last parameter."""
         return self.slots[-1].interval.stop if self.slots else 0
 
     @property
@@ -151,5 +154,22 @@ def make_flat(
         optim_sharded=sharded[2],
         world=world,
         slots=tuple(slots),
-        padded_numel=-(-start // quantum) * quantum,
+        padded_numel=_align(start, quantum),
     )
+
+
+def with_aligned_slots(flat: FlatLayout, alignment: int) -> FlatLayout:
+    """The same flat with every slot, and every shard, starting at a multiple of ``alignment`` elements.
+
+    Kernels round differently at the tail of a vector; on such a flat no tail depends on where a shard ends.
+    """
+    slots, end = [], 0
+    for slot in flat.slots:
+        start = _align(end, alignment)
+        slots.append(replace(slot, start=start))
+        end = start + slot.numel
+    return replace(flat, slots=tuple(slots), slot_alignment=alignment, padded_numel=_align(end, flat.world * alignment))
+
+
+def _align(value: int, quantum: int) -> int:
+    return -(-value // quantum) * quantum

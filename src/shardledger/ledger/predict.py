@@ -66,7 +66,7 @@ def _gradient_bytes(plan: Plan, flat: FlatLayout) -> int:
     accumulate = weight if wide else DTYPE_BYTES[plan.precision.accumulate]
     local = weight if wide else DTYPE_BYTES[plan.precision.local_accumulate]
     reduced = (flat.shard_numel if flat.optim_sharded else flat.padded_numel) * accumulate
-    if flat.grad_sharded:
+    if flat.grad_sharded or plan.reproducible:
         return reduced
     same = wide or plan.precision.accumulate == plan.precision.local_accumulate
     return flat.padded_numel * local + (0 if same else reduced)

@@ -7,10 +7,13 @@ from shardledger.errors import PlanError
 from shardledger.plan.plan import Communication, LossScale, Plan, Precision, Reporting, StepRule, UnitPlan
 from shardledger.plan.roles import STAGE_ROLES, Role
 from shardledger.plan.spec import REAL_FLOATS, ModelSpec
-from shardledger.plan.units import find_units
+from shardledger.plan.units import find_units, leaf_paths
 
 ALIGNMENT = 8
 """Elements: 16 bytes of bf16, the width NCCL copies at full speed."""
+
+REPRODUCIBLE_ALIGNMENT = 64
+"""Elements: a multiple of two vectors of the widest CPU instruction set, the step of torch's vectorised loops."""
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -23,8 +26,14 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
     """
     if not model.parameters:
         raise PlanError(f"{model.class_name} has no parameters: there is nothing to train or to shard.")
+    if config.shardledger.reproducible and world & (world - 1):
+        raise PlanError(
+            f"shardledger.reproducible needs 1, 2, 4, 8, ... ranks, not {world}: only then do micro-batches and ranks "
+            f"form one binary tree. Change the number of ranks, or remove the key."
+        )
     zero = config.zero_optimization
     sharded = STAGE_ROLES[zero.stage]
+    leaves = leaf_paths(model, zero.leaf_module)
     units = tuple(
         UnitPlan(
             path=path,
@@ -32,7 +41,7 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
             sharded=sharded,
             recompute=bool(path) and config.shardledger.activation_checkpointing,
         )
-        for path, names in find_units(model, config.shardledger.units)
+        for path, names in find_units(model, config.shardledger.units, leaves)
     )
     precision = _precision(config, sharded)
     persistent = _persistent(config, model) if Role.PARAM in sharded else frozenset()
@@ -41,8 +50,10 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
         stage=zero.stage,
         world=world,
         units=units,
+        leaves=tuple(module.parameters for module in model.modules if module.path in leaves),
         persistent=persistent,
-        alignment=ALIGNMENT,
+        alignment=REPRODUCIBLE_ALIGNMENT if config.shardledger.reproducible else ALIGNMENT,
+        reproducible=config.shardledger.reproducible,
         precision=precision,
         communication=_communication(config, model, units),
         step=StepRule(

@@ -112,10 +112,15 @@ class Plan:
     stage: int
     world: int
     units: tuple[UnitPlan, ...]
+    leaves: tuple[tuple[str, ...], ...] = ()
+    """Parameters of each module declared a leaf: when one of them gets a gradient, the others get zeros."""
     persistent: frozenset[str]
     """Parameters that stay gathered although their unit shards PARAM."""
     alignment: int
     """Each rank's interval of a flat buffer is a multiple of this many elements."""
+    reproducible: bool
+    """Every micro-batch is reduced, micro-batches are added in one tree with the ranks, slots are aligned: the result
+    depends on the global batch, not on the number of ranks."""
     precision: Precision
     communication: Communication
     step: StepRule

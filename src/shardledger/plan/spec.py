@@ -58,6 +58,8 @@ class ModuleSpec:
     """Whether it has child modules of its own."""
     parameters: tuple[str, ...]
     """Canonical names of every parameter at or below it."""
+    leaf: bool = False
+    """Whether it was declared a leaf: never cut, whatever is below it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@ A unit is, as a rule, one of the repeated blocks of the model. What belongs to n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
+from shardledger.config.sections import LeafModuleSection
 from shardledger.errors import PlanError
 from shardledger.plan.spec import ModelSpec, ModuleSpec
 
@@ -16,17 +17,23 @@ ROOT = ""
 """Path of the root unit."""
 
 
-def find_units(model: ModelSpec, class_names: Sequence[str] | None = None) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def find_units(
+    model: ModelSpec, class_names: Sequence[str] | None = None, leaves: Collection[str] = ()
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Split a model into units: ``((module path, parameter names), ...)``, the root unit first, blocks in model order.
 
     Args:
         model: the model's description.
         class_names: names of the module classes that become units; ``None`` finds the repeated blocks.
+        leaves: paths of modules that are never cut: each is one unit, or part of the block that it lies in.
 
     Raises:
         PlanError: a class name that no module has.
     """
     chosen = _named_blocks(model, class_names) if class_names is not None else _repeated_blocks(model)
+    if leaves:
+        paths = {block.path for block in chosen} | set(leaves)
+        chosen = [] if ROOT in leaves else _outermost([m for m in model.modules if m.path in paths and m.parameters])
     holders = Counter(name for block in chosen for name in set(block.parameters))
     blocks = []
     for block in chosen:
@@ -36,6 +43,37 @@ def find_units(model: ModelSpec, class_names: Sequence[str] | None = None) -> tu
     in_blocks = {name for _, names in blocks for name in names}
     rest = tuple(p.name for p in model.parameters if p.name not in in_blocks)
     return ((ROOT, rest), *blocks)
+
+
+def leaf_paths(model: ModelSpec, asked: LeafModuleSection | None) -> tuple[str, ...]:
+    """Paths of the modules that were declared leaves, in the model or in the configuration, in model order.
+
+    Raises:
+        PlanError: the configuration names a class, a path or an ending of paths that no module has.
+    """
+    found = {m.path for m in model.modules if m.leaf}
+    if asked is not None:
+        paths, classes = [m.path for m in model.modules if m.path], [m.class_name for m in model.modules]
+        for name in asked.classes:
+            # DeepSpeed takes a class with its module too.
+            found |= _meant("classes", name, [m.path for m in model.modules if m.class_name == _last(name)], classes)
+        for name in asked.names:
+            found |= _meant("names", name, [path for path in paths if path == name], paths)
+        for name in asked.name_suffixes:
+            found |= _meant("name_suffixes", name, [path for path in paths if path.endswith(name)], paths)
+    return tuple(m.path for m in model.modules if m.path in found)
+
+
+def _meant(key: str, name: str, found: Sequence[str], known: Sequence[str]) -> set[str]:
+    if not found:
+        near = get_close_matches(_last(name) if key == "classes" else name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise PlanError(f"zero_optimization.leaf_module.{key}: no module of the model is meant by {name!r}.{hint}")
+    return set(found)
+
+
+def _last(dotted: str) -> str:
+    return dotted.rpartition(".")[2]
 
 
 def _repeated_blocks(model: ModelSpec) -> list[ModuleSpec]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from shardledger.errors import EngineStateError
+from shardledger.plan.plan import Plan
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.executor import Executor
 from shardledger.runtime.gradients import FlatGradients
 from shardledger.runtime.hooks import Hooks
 from shardledger.runtime.placement import Site, place
+from shardledger.runtime.progress import Progress
 from shardledger.runtime.schedule import Schedule, UnitFacts
+from shardledger.runtime.step import Stepper
 from shardledger.runtime.unit import Unit
 from shardledger.transport import Transport
 
@@ -32,12 +35,22 @@ class Parts:
     executor: Executor
     hooks: Hooks
     transport: Transport
+    plan: Plan
+    progress: Progress = field(default_factory=Progress)
+    stepper: Stepper | None = None
+    """Set by the engine."""
     scaling: bool = False
     """Whether losses must be scaled before their backward pass (fp16)."""
     scaled: bool = False
     """Whether the next backward pass starts from a scaled loss."""
     unsynced: bool = False
     """Whether gradients of this window have not been reduced by the last backward pass."""
+    held_back: bool = False
+    """Whether the last backward pass kept its gradients on this rank (``no_sync``)."""
+    backward_at: int = -1
+    """``progress.micro_steps`` when the last backward pass ended."""
+    leaves: list[list[tuple[FlatGradients, int]]] = field(default_factory=list)
+    """Trainable parameters of each module declared a leaf, as flat and index."""
     undo: tuple[Any, ...] = ()
     """Modules whose forward was wrapped for recomputation."""
     on_destroy: Callable[[], None] | None = None
@@ -66,9 +79,19 @@ class Parts:
         self.executor.perform(self.schedule.end_backward(self.executor.late()))
         self.scaled = False
         self.unsynced = not (self.executor.sync and self.executor.boundary)
+        self.held_back = not self.executor.sync
+        self.backward_at = self.progress.micro_steps
+        self._fill_leaves()
         for unit in self.units:
             for gradients in unit.gradients:
                 gradients.end_backward()
+
+    def _fill_leaves(self) -> None:
+        """Parameters of a leaf that got no gradient have a gradient of zeros when others of the leaf got one."""
+        for leaf in self.leaves:
+            if any(gradients.present[index] for gradients, index in leaf):
+                for gradients, index in leaf:
+                    gradients.present[index] = True
 
     def check_frozen(self) -> None:
         """Refuse to go on when a parameter was unfrozen behind the engine's back.
@@ -132,6 +155,7 @@ def assemble(site: Site) -> Parts:
             executor,
             hooks,
             site.transport,
+            plan,
             scaling=plan.precision.loss_scale is not None,
             undo=tuple(wrapped),
         )
@@ -144,16 +168,20 @@ def assemble(site: Site) -> Parts:
                         flat,
                         accumulate=dtype_of(plan.precision.accumulate),
                         local_accumulate=dtype_of(plan.precision.local_accumulate),
+                        tree=plan.reproducible,
                         listener=hooks,
                         position=len(unit.gradients),
                     )
                 )
+    parts[0].leaves = _leaves(units, plan)
     return parts[0]
 
 
 def take_apart(parts: Parts) -> None:
     """Detach from the model and drop the engine's tensors. Parameters that are whole keep their values."""
     parts.hooks.remove()
+    parts.leaves.clear()
+    parts.stepper = None
     for module in parts.undo:
         module.__dict__.pop("forward", None)
     for unit in parts.units:
@@ -166,6 +194,18 @@ def take_apart(parts: Parts) -> None:
 def weights_of(units: Sequence[Unit]) -> list[torch.Tensor]:
     """Every tensor whose storage holds weights."""
     return [flat.full for unit in units for flat in unit.flats]
+
+
+def _leaves(units: Sequence[Unit], plan: Plan) -> list[list[tuple[FlatGradients, int]]]:
+    if not plan.leaves:
+        return []
+    places = {
+        slot.name: (gradients, index)
+        for unit in units
+        for gradients in unit.gradients
+        for index, slot in enumerate(gradients.flat.layout.slots)
+    }
+    return [[places[name] for name in names if name in places] for names in plan.leaves]
 
 
 def _facts(unit: Unit) -> UnitFacts:

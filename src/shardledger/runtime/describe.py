@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardledger.errors import PlanError
 from shardledger.plan.spec import DTYPE_BYTES, ModelSpec, ModuleSpec, ParameterSpec
+from shardledger.runtime.leaves import is_leaf
 
 
 def describe(model: nn.Module) -> ModelSpec:

@@ -22,7 +22,6 @@ from shardledger.runtime.clock import StepClock
 from shardledger.runtime.consolidate import full_state_dict
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.gathered import announce, withdraw
-from shardledger.runtime.progress import Progress
 from shardledger.runtime.step import Stepper, Window
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Traffic
@@ -59,7 +58,8 @@ class Engine:
         self._stepper = stepper
         self._meter = meter
         self._activations = ActivationMeter()
-        self._progress = Progress()
+        self._progress = parts.progress
+        parts.stepper = stepper
         self._optimizer_bytes: OptimizerBytes = probe_optimizer(optimizer)
         self._progress.traffic_at_start = parts.transport.counters.snapshot()
         self._progress.traffic_at_step = parts.transport.counters.snapshot()
@@ -217,6 +217,11 @@ class Engine:
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside keep their gradients local; the next one outside, or the step, reduces the sum."""
         parts = self._live()
+        if self.plan.reproducible:
+            raise EngineStateError(
+                "no_sync adds micro-batches on each rank before ranks are added, so the result would depend on the "
+                "number of ranks: it cannot be combined with shardledger.reproducible."
+            )
         gradients = [g for unit in parts.units for g in unit.gradients]
         before = parts.executor.sync
         parts.executor.sync = False

@@ -25,6 +25,7 @@ _REDUCTIONS_IN_FLIGHT = 2
 class _Reduction:
     gradients: FlatGradients
     label: str
+    target: torch.Tensor
     work: Work
 
 
@@ -61,7 +62,7 @@ class Executor:
                 self._release(unit)
             elif action.act is Act.REDUCE and self.sync:
                 for gradients in unit.gradients:
-                    if self.boundary or gradients.flat.layout.grad_sharded:
+                    if self.boundary or not gradients.keeps_local:
                         self._reduce(gradients, unit.label)
 
     def settle_reductions(self) -> None:
@@ -71,6 +72,16 @@ class Executor:
         for work in self._replications:
             work.wait()
         self._replications.clear()
+
+    def complete(self) -> None:
+        """Before the step: everything is reduced, folded and, where every rank updates everything, on every rank."""
+        self.settle_reductions()
+        for unit in self.units:
+            for gradients in unit.gradients:
+                gradients.fold()
+                if gradients.partial is not None and not gradients.flat.layout.optim_sharded:
+                    self._replications.append(self._transport.all_gather(gradients.reduced, unit.label))
+        self.settle_reductions()
 
     def publish(self) -> None:
         """After the optimizer: bring the new weights from the masters to the full flats of every rank."""
@@ -161,15 +172,16 @@ class Executor:
             self.settle_reductions()
         local = gradients.ready_to_reduce()
         self._measure()
+        target, accumulate = gradients.target()
         wide = local.dtype not in (torch.float32, torch.bfloat16, torch.float16)
         how = ReduceHow(
             wire=local.dtype if wide else self._wire,
-            accumulate=gradients.has_sum,
+            accumulate=accumulate,
             bucket_numel=self._plan.communication.reduce_bucket_numel,
             label=label,
         )
-        work = self._transport.reduce_scatter(local, gradients.reduced_shard(), how)
-        self._reductions.append(_Reduction(gradients, label, work))
+        work = self._transport.reduce_scatter(local, target, how)
+        self._reductions.append(_Reduction(gradients, label, target, work))
         if not self._plan.communication.overlap:
             self.settle_reductions()
 
@@ -177,8 +189,8 @@ class Executor:
         reduction = self._reductions.popleft()
         reduction.work.wait()
         gradients = reduction.gradients
-        gradients.finished()
-        if not gradients.flat.layout.optim_sharded:
+        gradients.finished(reduction.target)
+        if not gradients.flat.layout.optim_sharded and gradients.partial is None:
             self._replications.append(self._transport.all_gather(gradients.reduced, reduction.label))
 
     def _measure(self) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from shardledger.runtime.held import stand_in
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.states import GradState, move
+from shardledger.runtime.treesum import TreeSum
 
 
 class GradientListener(Protocol):
@@ -41,6 +42,7 @@ class FlatGradients:
         *,
         accumulate: torch.dtype,
         local_accumulate: torch.dtype,
+        tree: bool,
         listener: GradientListener,
         position: int,
     ) -> None:
@@ -56,6 +58,8 @@ class FlatGradients:
         """Gradients that arrive count as zero: this rank's micro-batch has no weight."""
         self.probe: torch.Tensor | None = None
         """Sum of this rank's own gradients of the window: finite when they are, read only when the norm is not."""
+        self.partial: TreeSum | None = TreeSum() if tree else None
+        """Sums of micro-batches that wait for their neighbour in the tree (reproducible mode)."""
         self._kept = self._empty(local_dtype) if self.keeps_local else None
         self.local: torch.Tensor | None = self._kept
         self.reduced = self._make_reduced()
@@ -75,7 +79,7 @@ class FlatGradients:
     @property
     def keeps_local(self) -> bool:
         """Whether local gradients stay in place over micro-batches and steps."""
-        return not self.flat.layout.grad_sharded
+        return not (self.flat.layout.grad_sharded or self.partial is not None)
 
     @property
     def shared(self) -> bool:
@@ -96,9 +100,13 @@ class FlatGradients:
         self._ensure_local()
         local = self.local
         assert local is not None
+        end = 0
         for index, slot in enumerate(self.flat.layout.slots):
+            if slot.start > end:
+                local[end : slot.start].zero_()
+            end = slot.start + slot.numel
             if not self._round[index]:
-                local[slot.start : slot.start + slot.numel].zero_()
+                local[slot.start : end].zero_()
         local[self.flat.layout.numel :].zero_()
         own = local.abs().sum() if local.is_complex() else local.sum(dtype=torch.float64)
         self.probe = own if self.probe is None else self.probe + own
@@ -110,9 +118,37 @@ class FlatGradients:
         """This rank's interval of ``reduced``."""
         return self.reduced if self.flat.layout.optim_sharded else self.flat.interval_of(self.reduced)
 
-    def finished(self) -> None:
-        """The reduction is done: local gradients are spent."""
+    def sum_so_far(self) -> torch.Tensor:
+        """This rank's interval of the sum of what has been reduced: ``reduced_shard``, or a copy (reproducible mode)."""
+        return self.reduced_shard() if self.partial is None else self.partial.so_far()
+
+    def restart(self, shard: torch.Tensor) -> None:
+        """Go on from an edited ``sum_so_far``."""
+        if self.partial is not None:
+            self.partial = TreeSum()
+            self.partial.add(shard)
+
+    def unreduced(self, index: int) -> torch.Tensor | None:
+        """This rank's gradient of one parameter that no other rank has seen, 1-D; None when there is none."""
+        slot = self.flat.layout.slots[index]
+        known = self.local is not None and self._round[index]
+        return self.local[slot.start : slot.start + slot.numel] if known and self.local is not None else None
+
+    def target(self) -> tuple[torch.Tensor, bool]:
+        """Where a reduction writes this rank's interval, and whether it adds to what is there."""
+        shard = self.reduced_shard()
+        return (shard, self.has_sum) if self.partial is None else (torch.empty_like(shard), False)
+
+    def fold(self) -> None:
+        """Bring the sum of all micro-batches to ``reduced``, in the order of the tree."""
+        if self.partial is not None and self.has_sum:
+            self.reduced_shard().copy_(self.partial.total())
+
+    def finished(self, target: torch.Tensor) -> None:
+        """The reduction into ``target`` is done: local gradients are spent."""
         self._move(GradState.REDUCED)
+        if self.partial is not None:
+            self.partial.add(target)
         self.has_sum = True
         self._round = [False] * len(self._round)
         # Where the sum lies in the memory of the local gradients, those that still come take a buffer of their own.
@@ -122,6 +158,8 @@ class FlatGradients:
         """Forget all gradients: a step was taken, or the window is discarded."""
         self._move(GradState.EMPTY)
         self.has_sum = False
+        if self.partial is not None:
+            self.partial = TreeSum()
         self.probe = None
         self.present = [False] * len(self.present)
         self._round = [False] * len(self._round)

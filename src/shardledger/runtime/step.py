@@ -10,8 +10,8 @@ import torch
 
 from shardledger.errors import EngineStateError
 from shardledger.plan.plan import Plan
+from shardledger.runtime import exact
 from shardledger.runtime.executor import Executor
-from shardledger.runtime.gradients import FlatGradients
 from shardledger.runtime.loss_scale import LossScaler
 from shardledger.runtime.optimizer import Piece
 from shardledger.runtime.unit import Unit
@@ -74,9 +74,9 @@ class Stepper:
             EngineStateError: on all ranks, when gradients are not finite and the plan says to raise, when too many
                 steps in a row were skipped, or when the loss scale cannot get smaller.
         """
-        executor.settle_reductions()
+        executor.complete()
         norm_of_sum, weight, present = self._agree(window.weight)
-        divisor = weight / (1 if self._plan.communication.average else self._transport.world) * self.scaler.scale
+        divisor = self.divisor(weight)
         norm = norm_of_sum / divisor if divisor else 0.0
         applied = math.isfinite(norm)
         coefficient = min(1.0, window.clip_norm / (norm + 1e-6)) if window.clip_norm > 0 and applied else 1.0
@@ -157,6 +157,15 @@ class Stepper:
             found.append(f"{name!r} has {kind} {whose}")
         return "; ".join(found[:3]) + (f"; and {len(found) - 3} more units" if len(found) > 3 else "")
 
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """What the optimizer holds on this rank."""
+        return self._pieces
+
+    def divisor(self, weight: float) -> float:
+        """What summed gradients are divided by. ``weight``: of all micro-batches so far, over all ranks."""
+        return weight / (1 if self._plan.communication.average else self._transport.world) * self.scaler.scale
+
     def discard(self) -> None:
         """Forget the gradients of this accumulation window."""
         for gradients in self._gradients:
@@ -172,12 +181,12 @@ class Stepper:
 
         Squares are added over this rank's shards in fp64, then over ranks in rank order, at every stage alike.
         """
-        names, flags, square = [], [], 0.0
+        names, flags = [], []
         for gradients in self._gradients:
             names += [slot.name for slot in gradients.flat.layout.slots]
             flags += gradients.present
-            if gradients.has_sum:
-                square += float(torch.linalg.vector_norm(gradients.reduced_shard(), dtype=_wide(gradients))) ** 2
+        norm = self._exact_norm() if self._plan.reproducible else None
+        square = 0.0 if norm is not None else self._local_square()
         words = [sum(1 << bit for bit, f in enumerate(flags[i : i + _BITS]) if f) for i in range(0, len(flags), _BITS)]
         rows = self._transport.exchange(
             torch.tensor([square, weight, *words], dtype=torch.float64), "exchange of the gradient norm"
@@ -190,7 +199,31 @@ class Stepper:
         for row in rows:
             merged = [a | int(b) for a, b in zip(merged, row[2:], strict=True)]
         present = {name: bool(merged[i // _BITS] >> (i % _BITS) & 1) for i, name in enumerate(names)}
-        return math.sqrt(total), total_weight, present
+        return math.sqrt(total) if norm is None else norm, total_weight, present
+
+    def _shards(self) -> list[torch.Tensor]:
+        return [gradients.reduced_shard() for gradients in self._gradients if gradients.has_sum]
+
+    def _local_square(self) -> float:
+        square = 0.0
+        for shard in self._shards():
+            wide = torch.complex128 if shard.is_complex() else torch.float64
+            square += float(torch.linalg.vector_norm(shard, dtype=wide)) ** 2
+        return square
+
+    def _exact_norm(self) -> float:
+        """The same norm to the last bit however the gradient is spread over ranks; two more small exchanges."""
+        shards = self._shards()
+        rows = self._transport.exchange(
+            torch.tensor([exact.largest(shards)], dtype=torch.float64), "exchange of the largest gradient"
+        )
+        bound = max(row[0] if row[0] == row[0] else math.inf for row in rows.tolist())
+        if bound == 0 or not math.isfinite(bound):
+            return bound
+        sums = self._transport.exchange(
+            torch.tensor(exact.square_sum(shards, bound), dtype=torch.float64), "exchange of exact gradient squares"
+        )
+        return exact.norm(sums.tolist(), bound)
 
     def _hand_over(self, factor: float, present: Mapping[str, bool]) -> None:
         """Point each piece at its part of the reduced gradient, scaled. Without a gradient anywhere it has none."""
@@ -212,7 +245,3 @@ class Stepper:
                 continue
             part = gradient[piece.start : piece.start + piece.values.numel()]
             piece.values.grad = part.view(piece.values.shape)
-
-
-def _wide(gradients: FlatGradients) -> torch.dtype:
-    return torch.complex128 if gradients.accumulate.is_complex else torch.float64
