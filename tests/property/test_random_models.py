@@ -99,22 +99,28 @@ def models(draw):
 
 
 def draw_models(count: int) -> list[Drawn]:
-    """`count` models, the same ones for the same seed."""
+    """`count` models, the same ones for the same seed.
+
+    Each is drawn on its own: within one run hypothesis varies what it has drawn before, and models would be alike.
+    """
     found: list[Drawn] = []
+    for number in range(count):
+        drawn: list[Drawn] = []
 
-    @seed(SEED)
-    @settings(
-        max_examples=count,
-        phases=[Phase.generate],
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(models())
-    def collect(drawn: Drawn) -> None:
-        found.append(drawn)
+        @seed(SEED * 1_000_003 + number)
+        @settings(
+            max_examples=3,  # the first is the simplest there is
+            phases=[Phase.generate],
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(models())
+        def collect(model: Drawn, drawn: list[Drawn] = drawn) -> None:
+            drawn.append(model)
 
-    collect()
+        collect()
+        found.append(drawn[-1])
     return found
 
 
@@ -125,11 +131,16 @@ def train_models(batch: list[str]) -> list[list[Result]]:
         return [[train_drawn(drawn, run, rank) for run in drawn.runs] for drawn in map(from_json, batch)]
 
 
+def layout_of(drawn: Drawn, run: Run) -> int:
+    """What bits may depend on beside the model: parameters kept whole at stage 3 change what is added up together."""
+    return run.threshold if run.stage == 3 and drawn.clip else 0
+
+
 def differences(drawn: Drawn, by_rank: list[list[Result]]) -> str:
     """What is wrong with the runs of one model; empty when nothing is."""
     wrong = []
     firsts = by_rank[0]
-    if drawn.accumulation == 1 and len(firsts) > 1:
+    if drawn.accumulation == 1 and len({layout_of(drawn, run) for run in drawn.runs}) < len(drawn.runs):
         names = same_bits(firsts[0].weights, firsts[1].weights)
         if names:
             gap = largest_difference(firsts[0].weights, firsts[1].weights)
@@ -138,7 +149,7 @@ def differences(drawn: Drawn, by_rank: list[list[Result]]) -> str:
         right = plain(drawn)
         for number, run in enumerate(drawn.runs):
             gap = largest_difference(firsts[number].weights, right.weights)
-            if not gap <= TOLERANCE[drawn.optimizer]:
+            if not gap <= TOLERANCE[drawn.optimizer] * (1 if drawn.average else drawn.world):
                 wrong.append(f"run {number} (stage {run.stage}): weights differ from plain torch by {gap:.3g}")
             losses = [sum(step) for step in zip(*(results[number].losses for results in by_rank), strict=True)]
             if losses != pytest.approx(right.losses, rel=1e-4, abs=1e-6):
