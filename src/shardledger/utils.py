@@ -119,6 +119,6 @@ def _check_not_cut(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if any(id(p) in held for p in module.parameters()):
             raise EngineStateError(
-                f"leaves are declared before shardledger.initialize, which has already cut the model of this "
-                f"{type(module).__name__} into units. Call engine.destroy(), declare them, and initialize again."
+                f"leaves are declared before shardledger.initialize, and an engine has already cut the model of this "
+                f"{type(module).__name__} into units. Declare them first, on the model that initialize is given."
             )

@@ -57,7 +57,7 @@ def test_all_problems_of_a_file_come_at_once() -> None:
         "scheduler": {"type": "WarmupDecayLR"},
         "fp16": {"enabled": True, "loss_scale": -1},
         "wandb": {"enabled": True},
-        "shardledger": {"checks": "full"},
+        "shardledger": {"checks": "everything"},
     }
     with pytest.raises(ConfigError) as caught:
         load_config(keys, world=2)

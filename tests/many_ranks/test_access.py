@@ -401,10 +401,13 @@ def test_set_states_are_what_the_optimizer_goes_on_with(way):
 
 
 def whole_parameter_optimizer():
+    import shardledger as sl
     from shardledger import utils as u
 
     with group(60):
-        engine, micro = start("transformer", 0, optimizer="Adafactor")
+        micro = micro_batches(data("transformer", 12), *place(), 1)
+        settings = {**config(0), "train_micro_batch_size_per_gpu": len(micro[0][0])}
+        engine = sl.initialize(model=build("transformer"), config=settings, optimizer=torch.optim.Adafactor)[0]
         engine.backward(engine(*micro[0]))
         engine.step()
         weight = engine.module.blocks[0].out.weight

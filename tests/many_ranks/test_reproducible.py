@@ -71,9 +71,8 @@ def refusals():
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "shardledger": {"reproducible": True},
     }
-    with group(30):
-        with pytest.raises(sl.PlanError, match="needs 1, 2, 4, 8"):
-            sl.initialize(model=build("transformer"), config=keys)
+    with group(30), pytest.raises(sl.PlanError, match="needs 1, 2, 4, 8"):
+        sl.initialize(model=build("transformer"), config=keys)
     return True
 
 

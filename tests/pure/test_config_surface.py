@@ -153,8 +153,6 @@ SWITCHED_ON: list[tuple[dict[str, Any], str]] = [
     ({"activation_checkpointing": {"cpu_checkpointing": True}}, "shardledger.activation_checkpointing"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "fp32"),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "fp32"),
-    ({"shardledger": {"reproducible": True}}, "not available yet"),
-    ({"shardledger": {"checks": "full"}}, "not available yet"),
 ]
 
 

@@ -64,8 +64,7 @@ def _check_offload(config: Config, findings: Findings) -> None:
 
 def _switches(config: Config) -> Iterator[tuple[str, bool, str]]:
     """Yield (key path, is it asked for, what is wrong and what to do) for values that are not available."""
-    own, bf16 = config.shardledger, config.bf16
-    yield "shardledger.checks", own.checks == "full", f'= "full" {_NOT_YET}; use "default"'
+    bf16 = config.bf16
     yield (
         "activation_checkpointing.cpu_checkpointing",
         config.activation_checkpointing.cpu_checkpointing,

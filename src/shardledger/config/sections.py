@@ -223,7 +223,7 @@ class ShardledgerSection(Section):
         False, description="results that depend on the global batch alone, not on the stage or the number of ranks"
     )
     checks: Literal["default", "full"] = Field(
-        "default", description="how much the engine verifies while it runs; only default is available"
+        "default", description="full: compare parameters and batches across ranks at every step"
     )
     lenient: Flag = Field(False, description="unknown keys are warnings instead of errors")
     prefetch: Flag = Field(True, description="gather the next unit while this one computes (stage 3)")

@@ -62,6 +62,7 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
             clip_norm=config.gradient_clipping,
             raise_on_nonfinite=config.shardledger.nonfinite == "raise",
             max_consecutive_skips=config.shardledger.max_consecutive_skips,
+            full_checks=config.shardledger.checks == "full",
         ),
         reporting=Reporting(every=config.steps_per_print, breakdown=config.wall_clock_breakdown),
         reasons=_reasons(config, model, units, persistent),

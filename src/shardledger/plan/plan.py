@@ -74,6 +74,8 @@ class StepRule:
     """Raise when a gradient is inf or NaN, rather than skip the step."""
     max_consecutive_skips: int
     """Skipped steps in a row that end the run."""
+    full_checks: bool
+    """Whether parameters and batches are compared across ranks at every step."""
 
 
 @dataclass(frozen=True, kw_only=True)

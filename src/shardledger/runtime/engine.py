@@ -13,11 +13,11 @@ from torch import nn
 
 from shardledger.errors import EngineStateError
 from shardledger.layout.build import Layout
-from shardledger.ledger import CATEGORIES, OptimizerBytes, state_bytes
 from shardledger.plan.plan import Plan
-from shardledger.runtime.activations import ActivationMeter
-from shardledger.runtime.assemble import Parts, take_apart, weights_of
-from shardledger.runtime.census import probe_optimizer, state_census
+from shardledger.runtime.account import Account
+from shardledger.runtime.assemble import Parts, take_apart
+from shardledger.runtime.census import probe_optimizer
+from shardledger.runtime.checks import FullChecks
 from shardledger.runtime.clock import StepClock
 from shardledger.runtime.consolidate import full_state_dict
 from shardledger.runtime.describe import dtype_of
@@ -56,11 +56,10 @@ class Engine:
             device=self.device,
         )
         self._stepper = stepper
-        self._meter = meter
-        self._activations = ActivationMeter()
+        self._account = Account(plan, layout, meter, probe_optimizer(optimizer))
+        self._checks = FullChecks(parts.units, parts.transport) if plan.step.full_checks else None
         self._progress = parts.progress
         parts.stepper = stepper
-        self._optimizer_bytes: OptimizerBytes = probe_optimizer(optimizer)
         self._progress.traffic_at_start = parts.transport.counters.snapshot()
         self._progress.traffic_at_step = parts.transport.counters.snapshot()
         optimizer.register_step_pre_hook(self._guard_optimizer)
@@ -73,6 +72,8 @@ class Engine:
         """Run the module."""
         parts = self._live()
         parts.check_frozen()
+        if self._checks is not None and torch.is_grad_enabled():
+            self._checks.note_batch((args, kwargs))
         if self.plan.precision.cast_inputs:
             args, kwargs = cast_floats((args, kwargs), dtype_of(self.plan.precision.compute))
         try:
@@ -166,6 +167,8 @@ class Engine:
         first = progress.last is None
         window = Window(progress.window_weight, self.plan.step.clip_norm, progress.global_steps + 1)
         progress.end_window()
+        if self._checks is not None:
+            self._checks.before_step(window.step)
         with self._clock.time("step"):
             outcome = self._stepper.step(parts.executor, window)
         progress.last = outcome
@@ -328,18 +331,7 @@ class Engine:
 
     def ledger(self) -> dict[str, dict[str, int | None]]:
         """Bytes on this rank by category, predicted from the layout and measured from live storages."""
-        parts = self._live()
-        predicted: dict[str, int | None] = dict.fromkeys((*CATEGORIES, "total"))
-        predicted.update(state_bytes(self.plan, self.layout, self._optimizer_bytes, parts.transport.rank))
-        measured: dict[str, int | None] = dict.fromkeys(CATEGORIES)
-        measured.update(state_census(parts.units, self.optimizer))
-        measured["activations"] = self._activations.peak_bytes
-        measured["communication"] = parts.executor.peak_transient_bytes
-        measured["framework"] = self._meter.baseline_bytes
-        measured["total"] = self._meter.peak_bytes()
-        known = sum(v for k, v in measured.items() if v is not None and k != "total")
-        measured["temporary"] = max(0, measured["total"] - known)
-        return {"predicted": predicted, "measured": measured}
+        return self._account.ledger(self._live(), self.optimizer)
 
     def gather_scalars(self, values: list[float]) -> list[list[float]]:
         """Every rank's ``values`` (equally many), by rank; collective."""
@@ -413,7 +405,7 @@ class Engine:
     def _measure_activations(self, parts: Parts) -> AbstractContextManager[None]:
         if self._progress.micro_steps > 0 or not self.module.training or not torch.is_grad_enabled():
             return nullcontext()
-        return self._activations.watch(weights_of(parts.units))
+        return self._account.watch_forward(parts)
 
     def _guard_optimizer(self, *_: Any) -> None:
         if not self._stepper.running:
