@@ -277,9 +277,7 @@ def _reduce_now(place: Reach) -> None:
     parts.executor.reduce_everything()
     parts.executor.settle_reductions()
     parts.unsynced = False
-    for unit in parts.units:
-        for gradients in unit.gradients:
-            gradients.widen = gradients.widen or gradients.keeps_local
+    parts.mode.widen = True
 
 
 def _write_sum(place: Reach, part: torch.Tensor) -> None:

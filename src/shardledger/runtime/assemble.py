@@ -14,7 +14,7 @@ from shardledger.errors import EngineStateError
 from shardledger.plan.plan import Plan
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.executor import Executor
-from shardledger.runtime.gradients import FlatGradients
+from shardledger.runtime.gradients import FlatGradients, GradientMode, GradientRule
 from shardledger.runtime.hooks import Hooks
 from shardledger.runtime.placement import Site, place
 from shardledger.runtime.progress import Progress
@@ -39,6 +39,7 @@ class Parts:
     progress: Progress = field(default_factory=Progress)
     stepper: Stepper | None = None
     """Set by the engine."""
+    mode: GradientMode = field(default_factory=GradientMode)
     scaling: bool = False
     """Whether losses must be scaled before their backward pass (fp16)."""
     scaled: bool = False
@@ -67,12 +68,6 @@ class Parts:
                 "loss.backward() was called in fp16 without the loss scale. Call engine.backward(loss), or "
                 "engine.scale(loss).backward()."
             )
-
-    def mute(self, silent: bool) -> None:
-        """Whether gradients that arrive count as zero."""
-        for unit in self.units:
-            for gradients in unit.gradients:
-                gradients.mute = silent
 
     def backward_ended(self) -> None:
         """Reduce what is left and release everything."""
@@ -160,17 +155,18 @@ def assemble(site: Site) -> Parts:
             undo=tuple(wrapped),
         )
     )
+    rule = GradientRule(
+        dtype_of(plan.precision.accumulate), dtype_of(plan.precision.local_accumulate), plan.reproducible
+    )
     for unit in units:
         for flat in unit.flats:
             if flat.layout.trainable:
                 unit.gradients.append(
                     FlatGradients(
                         flat,
-                        accumulate=dtype_of(plan.precision.accumulate),
-                        local_accumulate=dtype_of(plan.precision.local_accumulate),
-                        tree=plan.reproducible,
+                        rule=rule,
+                        mode=parts[0].mode,
                         listener=hooks,
-                        position=len(unit.gradients),
                     )
                 )
     parts[0].leaves = _leaves(units, plan)

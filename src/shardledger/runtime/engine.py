@@ -115,7 +115,7 @@ class Engine:
         self._progress.weigh(weight)
         factor = (weight or 1.0) * (1 if scale_wrt_gas else self.plan.step.accumulation)
         target = self.scale(loss)
-        parts.mute(weight == 0)
+        parts.mode.mute = weight == 0
         try:
             with self._clock.time("backward"):
                 (target * factor if factor != 1.0 else target).backward(retain_graph=retain_graph)
@@ -123,7 +123,7 @@ class Engine:
             self._abort(parts)
             raise
         finally:
-            parts.mute(False)
+            parts.mode.mute = False
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -167,6 +167,7 @@ class Engine:
         first = progress.last is None
         window = Window(progress.window_weight, self.plan.step.clip_norm, progress.global_steps + 1)
         progress.end_window()
+        parts.mode.widen = not parts.executor.sync
         if self._checks is not None:
             self._checks.before_step(window.step)
         with self._clock.time("step"):
@@ -225,17 +226,12 @@ class Engine:
                 "no_sync adds micro-batches on each rank before ranks are added, so the result would depend on the "
                 "number of ranks: it cannot be combined with shardledger.reproducible."
             )
-        gradients = [g for unit in parts.units for g in unit.gradients]
         before = parts.executor.sync
-        parts.executor.sync = False
-        for g in gradients:
-            g.widen = True
+        parts.executor.sync, parts.mode.widen = False, True
         try:
             yield
         finally:
-            parts.executor.sync = before
-            for g in gradients:
-                g.widen = not before
+            parts.executor.sync, parts.mode.widen = before, not before
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""

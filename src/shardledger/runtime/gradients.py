@@ -9,6 +9,7 @@ reduced   1-D                 sums over ranks and micro-batches, not yet divided
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,8 +30,28 @@ class GradientListener(Protocol):
     def flat_busy(self) -> None:
         """A gradient arrived while the flat's previous ones are being reduced: that reduction must end first."""
 
-    def flat_complete(self, unit: int, position: int) -> None:
-        """Every parameter of the flat at ``position`` of a unit has a gradient."""
+    def flat_complete(self, unit: int) -> None:
+        """Every parameter of one flat of ``unit`` has a gradient; told once a backward pass and flat."""
+
+
+@dataclass
+class GradientMode:
+    """How gradients are taken now; one object for all flats of an engine."""
+
+    widen: bool = False
+    """Keep local gradients in the accumulation dtype: several backward passes come before the next reduction."""
+    mute: bool = False
+    """Gradients that arrive count as zero: this rank's micro-batch has no weight."""
+
+
+@dataclass(frozen=True)
+class GradientRule:
+    """What does not change about how gradients are kept."""
+
+    accumulate: torch.dtype
+    local_accumulate: torch.dtype
+    tree: bool
+    """Add micro-batches as a tree (reproducible mode)."""
 
 
 class FlatGradients:
@@ -39,42 +60,40 @@ class FlatGradients:
     def __init__(
         self,
         flat: FlatParameters,
-        *,
-        accumulate: torch.dtype,
-        local_accumulate: torch.dtype,
-        tree: bool,
+        rule: GradientRule,
+        mode: GradientMode,
         listener: GradientListener,
-        position: int,
     ) -> None:
         self.flat = flat
         self.state = GradState.EMPTY
-        self.accumulate = accumulate if flat.master_dtype == torch.float32 else flat.master_dtype
-        local_dtype = local_accumulate if flat.master_dtype == torch.float32 else flat.master_dtype
-        self.widen = False
-        """Keep local gradients in the accumulation dtype: several backward passes come before the next reduction."""
+        narrow = flat.master_dtype == torch.float32
+        local_dtype = rule.local_accumulate if narrow else flat.master_dtype
         self.has_sum = False
         """Whether ``reduced`` holds anything of this window."""
-        self.mute = False
-        """Gradients that arrive count as zero: this rank's micro-batch has no weight."""
         self.probe: torch.Tensor | None = None
         """Sum of this rank's own gradients of the window: finite when they are, read only when the norm is not."""
-        self.partial: TreeSum | None = TreeSum() if tree else None
+        self.partial: TreeSum | None = TreeSum() if rule.tree else None
         """Sums of micro-batches that wait for their neighbour in the tree (reproducible mode)."""
         self._kept = self._empty(local_dtype) if self.keeps_local else None
         self.local: torch.Tensor | None = self._kept
-        self.reduced = self._make_reduced()
+        self.reduced = self._make_reduced(rule.accumulate if narrow else flat.master_dtype, local_dtype)
         self.present = [False] * len(flat.parameters)
         """Which parameters have had a gradient on this rank since the last step."""
         self._round = [False] * len(flat.parameters)
         """Which have one in the current ``local``."""
         self._left = len(flat.parameters)
         self._stand_ins: list[torch.Tensor | None] = [None] * len(flat.parameters)
+        self._mode = mode
         self._listener = listener
-        self._position = position
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
             for index, parameter in enumerate(flat.parameters)
         ]
+
+    @property
+    def accumulate(self) -> torch.dtype:
+        """Dtype of ``reduced``."""
+        return self.reduced.dtype
 
     @property
     def keeps_local(self) -> bool:
@@ -197,7 +216,7 @@ class FlatGradients:
         slot = self.flat.layout.slots[index]
         target = self.local[slot.start : slot.start + slot.numel].view(slot.shape)
         first = not self._round[index]
-        if self.mute:
+        if self._mode.mute:
             if first:
                 target.zero_()
         elif first:
@@ -210,22 +229,21 @@ class FlatGradients:
             self.present[index] = True
         self._left -= 1
         if self._left == 0:
-            self._listener.flat_complete(self.flat.layout.unit, self._position)
+            self._listener.flat_complete(self.flat.layout.unit)
 
     def _ensure_local(self) -> None:
         if self.local is None:
-            self.local = self._empty(self.accumulate if self.widen else self.flat.dtype)
+            self.local = self._empty(self.accumulate if self._mode.widen else self.flat.dtype)
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(self.flat.layout.padded_numel, dtype=dtype, device=self.flat.device)
 
-    def _make_reduced(self) -> torch.Tensor:
+    def _make_reduced(self, accumulate: torch.dtype, local_dtype: torch.dtype) -> torch.Tensor:
         layout = self.flat.layout
-        if self.shared:
-            assert self._kept is not None
+        if self._kept is not None and accumulate == local_dtype:
             return self.flat.interval_of(self._kept) if layout.optim_sharded else self._kept
         numel = layout.shard_numel if layout.optim_sharded else layout.padded_numel
-        return torch.empty(numel, dtype=self.accumulate, device=self.flat.device)
+        return torch.empty(numel, dtype=accumulate, device=self.flat.device)
 
     def _show(self, *, held: bool) -> None:
         """Put stand-ins at ``p.grad`` of the parameters that had a gradient, or take them away."""

@@ -36,7 +36,8 @@ class Hooks:
         self._on_backward_begin = on_backward_begin
         self._on_backward_end = on_backward_end
         self._on_broken_pass = on_broken_pass
-        self._complete: list[set[int]] = [set() for _ in units]
+        self._complete = [0] * len(units)
+        """Flats of each unit whose gradients are complete in the current backward pass."""
         self._handles: list[Any] = []
         for unit in units:
             self._handles.append(
@@ -59,11 +60,10 @@ class Hooks:
         """A gradient arrived while the flat's previous ones are being reduced: that reduction must end first."""
         self._executor.settle_reductions()
 
-    def flat_complete(self, unit: int, position: int) -> None:
+    def flat_complete(self, unit: int) -> None:
         """Every parameter of one flat of a unit has received a gradient."""
-        seen = self._complete[unit]
-        seen.add(position)
-        if len(seen) == len(self._units[unit].gradients):
+        self._complete[unit] += 1
+        if self._complete[unit] == len(self._units[unit].gradients):
             self._perform(self._schedule.gradients_complete(unit))
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Hooks:
     def _begin_backward(self, first: int) -> None:
         self._on_backward_begin()
         for unit in self._units:
-            self._complete[unit.index].clear()
+            self._complete[unit.index] = 0
             for gradients in unit.gradients:
                 gradients.begin_backward()
         self._perform(self._schedule.pre_backward(first))
