@@ -412,7 +412,7 @@ class Odd(nn.Module):
         if self.kind == "reentrant checkpoint inside":
             return checkpoint(self.linear, x, use_reentrant=True).tanh()
         if self.kind == "in place":
-            return self.linear(x).tanh_()
+            return self.linear(x.tanh_())
         if self.kind == "view":
             return torch.tanh(self.linear(x)).view(-1).view(x.shape)
         return torch.tanh(self.linear(x))

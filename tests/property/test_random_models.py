@@ -130,19 +130,20 @@ def train_models(batch: list[str]) -> list[list[Result]]:
         return [[train_drawn(drawn, run, rank) for run in drawn.runs] for drawn in map(from_json, batch)]
 
 
-def layout_of(run: Run) -> int:
-    """What bits may depend on: where weights lie in memory, which parameters kept whole at stage 3 change.
+def rounding_of(run: Run) -> tuple[int, str]:
+    """What bits may depend on; runs that agree in it must agree in every bit.
 
-    A CPU kernel may round otherwise when a matrix starts elsewhere in a cache line.
+    Parameters kept whole at stage 3 move the others in memory, and a CPU kernel may round otherwise when a matrix starts
+    elsewhere in a cache line. Reentrant checkpoints add up the uses of a shared parameter in another order.
     """
-    return run.threshold if run.stage == 3 else 0
+    return run.threshold if run.stage == 3 else 0, run.recompute if run.recompute.endswith("reentrant") else ""
 
 
 def differences(drawn: Drawn, by_rank: list[list[Result]]) -> str:
     """What is wrong with the runs of one model; empty when nothing is."""
     wrong = []
     firsts = by_rank[0]
-    if drawn.accumulation == 1 and len({layout_of(run) for run in drawn.runs}) < len(drawn.runs):
+    if drawn.accumulation == 1 and len({rounding_of(run) for run in drawn.runs}) < len(drawn.runs):
         names = same_bits(firsts[0].weights, firsts[1].weights)
         if names:
             gap = largest_difference(firsts[0].weights, firsts[1].weights)

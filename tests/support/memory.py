@@ -49,3 +49,17 @@ class StorageMeter(TorchDispatchMode):
         self._seen = {key: reference for key, reference in self._seen.items() if not reference.expired()}
         # Only of those not expired may the pointer be opened.
         return sum(torch.UntypedStorage._new_with_weak_ptr(key).nbytes() for key in self._seen)
+
+
+class PeakMeter(StorageMeter):
+    """Remembers in `peak` the most bytes that were alive after any operator; set it to 0 to start anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._seen = {key: reference for key, reference in self._seen.items() if not reference.expired()}
+        self.peak = max(self.peak, sum(torch.UntypedStorage._new_with_weak_ptr(key).nbytes() for key in self._seen))
+        return result

@@ -1,4 +1,4 @@
-"""``shardledger demo | train | env``: options, and which exit code an error becomes.
+"""``shardledger demo | train | check | env``: options, and which exit code an error becomes.
 
 torch takes seconds to import, so only the bodies of commands import it.
 """
@@ -49,7 +49,7 @@ DataOption = Annotated[
 DeviceOption = Annotated[Device, typer.Option("--device", help="auto takes CUDA when there is a device per rank.")]
 RanksOption = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option("--nproc", min=1, help="Ranks to start. Default: 2 for demo, 1 for train."),
+    typer.Option("--nproc", min=1, help="Ranks to start. Default: 2 for demo and check, 1 for train."),
 ]
 OutOption = Annotated[
     Optional[str],  # noqa: UP045
@@ -106,6 +106,34 @@ def train(
         options = Options(data=data, steps=steps, seed=seed, device=device.value, out=out, nproc=nproc)
         settings = train_settings(options, config=config, model=model, seq_len=seq_len, eval_every=eval_every)
         start(settings, _arguments(context))
+
+    _guarded(body)
+
+
+@app.command()
+def check(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="gpt:SIZE or package.module:function.")],
+    config: Annotated[str, typer.Option("--config", metavar="FILE", help="DeepSpeed-style JSON.")],
+    nproc: RanksOption = None,
+    steps: StepsOption = 5,
+    data: DataOption = None,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=1, help="Bytes per sequence.")] = 256,
+    seed: SeedOption = 0,
+    tolerance: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--tolerance", min=0.0, help="Allowed difference, relative. Default: measured, as rounding does."),
+    ] = None,
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Compare your model on ranks with one plain PyTorch process, step by step; exit code 1 when they differ."""
+
+    def body() -> None:
+        from shardledger.cli.check import check_settings, start_check
+
+        options = Options(data=data, steps=steps, seed=seed, device=device.value, out=None, nproc=nproc)
+        settings = check_settings(options, config=config, model=model, seq_len=seq_len)
+        start_check(settings, tolerance, _arguments(context))
 
     _guarded(body)
 

@@ -27,8 +27,8 @@ def start(settings: RunSettings, arguments: Sequence[str]) -> None:
     if rank is None or rank == 0:
         folder.check_unused()
     if LAUNCHED_BY not in os.environ:  # our own launcher has checked already, so that a mistake is reported once
-        _check_arguments(settings)
-    device = _choose_device(settings)
+        check_arguments(settings)
+    device = choose_device(settings)
     if rank is None:
         os.environ.pop("SLURM_PROCID", None)  # a batch script's: nothing further down may take it for a rank
     if rank is None and settings.world > 1:
@@ -46,7 +46,12 @@ def start(settings: RunSettings, arguments: Sequence[str]) -> None:
     train(settings, folder, device)
 
 
-def _check_arguments(settings: RunSettings) -> None:
+def check_arguments(settings: RunSettings) -> None:
+    """Find the model and read the data, so that a mistake is reported before any rank exists.
+
+    Raises:
+        UsageFailure, ConfigError: there is no such model, or the data is missing or too short.
+    """
     from shardledger.workload import TextData, find_model, read_corpus
 
     find_model(settings.model)
@@ -56,7 +61,7 @@ def _check_arguments(settings: RunSettings) -> None:
         raise UsageFailure(str(error)) from error
 
 
-def _choose_device(settings: RunSettings) -> str:
+def choose_device(settings: RunSettings) -> str:
     """ "cpu" or "cuda": the same answer in the command and in its ranks."""
     import torch
 

@@ -277,7 +277,8 @@ def _reduce_now(place: Reach) -> None:
     parts.executor.reduce_everything()
     parts.executor.settle_reductions()
     parts.unsynced = False
-    parts.mode.widen = True
+    # Sharded gradients are reduced before the next micro-batch anyway, so a wider buffer would only take memory.
+    parts.mode.widen = parts.mode.widen or place.gradients.keeps_local
 
 
 def _write_sum(place: Reach, part: torch.Tensor) -> None:
