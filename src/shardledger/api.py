@@ -20,6 +20,7 @@ from shardledger.plan.roles import Role
 from shardledger.runtime.assemble import Parts, assemble, take_apart
 from shardledger.runtime.describe import describe
 from shardledger.runtime.engine import Engine
+from shardledger.runtime.gathered import refuse_owned
 from shardledger.runtime.optimizer import (
     OptimizerRecipe,
     build_optimizer,
@@ -94,8 +95,9 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         raise ConfigError("mpu: model parallelism is not supported; leave it out.")
     place = find_place()
     settings = _settings(args, config, config_params, place)
-    recipe = _recipe(settings, optimizer)
+    recipe = _recipe(settings, optimizer, trains=any(p.requires_grad for p in model.parameters()))
     target = _device(device, place)
+    refuse_owned(model)
     spec = describe(model)
     plan = build_plan(settings, spec, world=place.world)
     check_recipe(recipe, sharded=plan.is_sharded(Role.OPTIM))
@@ -192,9 +194,11 @@ def _group_source(wanted: _Wanted) -> Any:
     return wanted.optimizer if isinstance(wanted.optimizer, torch.optim.Optimizer) else wanted.model_parameters
 
 
-def _recipe(settings: Config, optimizer: Any) -> Any:
+def _recipe(settings: Config, optimizer: Any, *, trains: bool) -> Any:
     if optimizer is not None:
         return optimizer
+    if settings.optimizer is None and not trains:
+        return OptimizerRecipe("SGD", {"lr": 0.0})  # a frozen model is sharded and evaluated, never stepped
     if settings.optimizer is None:
         raise ConfigError(
             'there is no optimizer: add "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} to the configuration, or '

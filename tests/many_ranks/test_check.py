@@ -41,10 +41,11 @@ class Net(nn.Module):
 
     def forward(self, tokens, targets):
         x = self.drop(torch.tanh(self.hidden(self.frozen(self.table(tokens)))))
+        y = self.norm(x.flatten(0, 1))
         if self.kind == "moving_average":
             self.average.lerp_(x.detach().float().mean((0, 1)), 0.1)
-            x = x - self.average
-        logits = self.head(self.norm(x.flatten(0, 1)).to(self.head.weight.dtype))
+            y = y - self.average
+        logits = self.head(y.to(self.head.weight.dtype))
         return F.cross_entropy(logits.float(), targets.flatten())
 
 def clean(): return Net("clean")

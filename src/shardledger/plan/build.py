@@ -44,7 +44,8 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
         for path, names in find_units(model, config.shardledger.units, leaves)
     )
     precision = _precision(config, sharded)
-    persistent = _persistent(config, model) if Role.PARAM in sharded else frozenset()
+    # Found at every stage, so that one configuration lays parameters out alike, and computes the same bits, at all.
+    persistent = _persistent(config, model)
     return Plan(
         model_digest=model.digest,
         stage=zero.stage,
@@ -145,7 +146,7 @@ def _reasons(
     other = sorted({p.dtype for p in model.parameters} & REAL_FLOATS - {_DTYPES[config.precision]})
     if other:
         reasons.append(f"parameters of dtype {', '.join(other)} are trained in {config.precision}, as the config says")
-    if persistent:
+    if persistent and config.zero_optimization.stage == 3:
         share = sum(p.numel for p in model.parameters if p.name in persistent) / max(1, model.numel)
         reasons.append(
             f"stage3_param_persistence_threshold keeps {len(persistent)} of {len(model.parameters)} parameters gathered "

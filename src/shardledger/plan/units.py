@@ -34,10 +34,15 @@ def find_units(
     if leaves:
         paths = {block.path for block in chosen} | set(leaves)
         chosen = [] if ROOT in leaves else _outermost([m for m in model.modules if m.path in paths and m.parameters])
-    holders = Counter(name for block in chosen for name in set(block.parameters))
+    places: dict[str, list[str]] = {p.name: [p.name] for p in model.parameters}
+    for other, canonical in model.aliases:
+        places[canonical].append(other)
     blocks = []
     for block in chosen:
-        own = tuple(name for name in dict.fromkeys(block.parameters) if holders[name] == 1)
+        inside = f"{block.path}."
+        own = tuple(
+            name for name in dict.fromkeys(block.parameters) if all(place.startswith(inside) for place in places[name])
+        )
         if own:
             blocks.append((block.path, own))
     in_blocks = {name for _, names in blocks for name in names}

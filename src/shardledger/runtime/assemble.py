@@ -18,9 +18,11 @@ from shardledger.runtime.gradients import FlatGradients, GradientMode, GradientR
 from shardledger.runtime.hooks import Hooks
 from shardledger.runtime.placement import Site, place
 from shardledger.runtime.progress import Progress
+from shardledger.runtime.saved import SavedWeights
 from shardledger.runtime.schedule import Schedule, UnitFacts
 from shardledger.runtime.step import Stepper
 from shardledger.runtime.unit import Unit
+from shardledger.runtime.watch import Watch
 from shardledger.transport import Transport
 
 
@@ -29,13 +31,13 @@ class Parts:
     """What an engine is made of."""
 
     units: list[Unit]
-    frozen: list[tuple[str, torch.Tensor]]
-    """Parameters that were frozen at initialize, by name."""
     schedule: Schedule
     executor: Executor
     hooks: Hooks
     transport: Transport
     plan: Plan
+    watch: Watch
+    saved: SavedWeights
     progress: Progress = field(default_factory=Progress)
     stepper: Stepper | None = None
     """Set by the engine."""
@@ -88,21 +90,6 @@ class Parts:
                 for gradients, index in leaf:
                     gradients.present[index] = True
 
-    def check_frozen(self) -> None:
-        """Refuse to go on when a parameter was unfrozen behind the engine's back.
-
-        Raises:
-            EngineStateError: it has no gradient buffer and no optimizer state, so it would not be trained.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            thawed = next((name for name, parameter in self.frozen if parameter.requires_grad), None)
-        if thawed is not None:
-            raise EngineStateError(
-                f"parameter {thawed!r} was frozen at initialize and has been unfrozen since. The engine has no gradient "
-                f"or optimizer state for it and would not train it: set requires_grad before shardledger.initialize, "
-                f"or destroy the engine and initialize again."
-            )
-
     def abort(self) -> None:
         """Clean up after an exception: wait for what is under way, return to shards, drop the window's gradients."""
         self.executor.drain()
@@ -135,22 +122,16 @@ def assemble(site: Site) -> Parts:
         on_backward_end=lambda: parts[0].backward_ended(),
         on_broken_pass=lambda: parts[0].abort(),
     )
-    frozen = [
-        (slot.name, parameter)
-        for unit in units
-        for flat in unit.flats
-        if not flat.layout.trainable
-        for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True)
-    ]
     parts.append(
         Parts(
             units,
-            frozen,
             schedule,
             executor,
             hooks,
             site.transport,
             plan,
+            Watch(site.model, units),
+            SavedWeights(units, hooks.gather_on_demand),
             scaling=plan.precision.loss_scale is not None,
             undo=tuple(wrapped),
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardledger.errors import EngineStateError
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.unit import Unit
 from shardledger.transport import Transport
@@ -36,13 +37,15 @@ def full_state_dict(
     return dict(_entries(module, values)) if wanted else {}
 
 
-def full_values(flat: FlatParameters, transport: Transport, *, all_ranks: bool, label: str) -> torch.Tensor | None:
+def full_values(
+    flat: FlatParameters, transport: Transport, *, all_ranks: bool, label: str, widen: bool = True
+) -> torch.Tensor | None:
     """The whole flat, masters where there are some, 1-D [padded_numel]; None on ranks that do not get it."""
     source = flat.master if flat.master is not None else flat.shard
     if source is None:
-        return _widen(flat.full)
+        return _widen(flat.full) if widen else flat.full.clone()
     if source.numel() == flat.layout.padded_numel:
-        return _widen(source)
+        return _widen(source) if widen else source.clone()
     receives = all_ranks or transport.rank == 0
     whole = source.new_empty(flat.layout.padded_numel) if receives else None
     if all_ranks:
@@ -51,7 +54,7 @@ def full_values(flat: FlatParameters, transport: Transport, *, all_ranks: bool, 
         transport.all_gather(whole, label).wait()
     else:
         transport.gather_to(0, whole, source, label)
-    return _widen(whole) if whole is not None else None
+    return _widen(whole) if whole is not None and widen else whole
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,3 +74,65 @@ def _entries(module: nn.Module, values: dict[int, torch.Tensor], prefix: str = "
     for name, child in module._modules.items():
         if child is not None:
             yield from _entries(child, values, f"{prefix}{name}.")
+
+
+@torch.no_grad()
+def load_full_state_dict(
+    module: nn.Module, units: Sequence[Unit], transport: Transport, state: Mapping[str, Any], *, strict: bool
+) -> None:
+    """Load rank 0's whole tensors into masters, weights and buffers of all ranks; collective.
+
+    Raises:
+        EngineStateError: on all ranks; keys are missing or unexpected (``strict``), or have another shape.
+    """
+    wrong = _mismatches(module, state, strict=strict) if transport.rank == 0 else []
+    failed = transport.exchange(torch.tensor([float(len(wrong))], dtype=torch.float64), "check of a state dict")
+    if failed[0, 0] > 0:
+        raise EngineStateError(
+            "load_state_dict: "
+            + ("; ".join(wrong) or f"rank 0 found {int(failed[0, 0])} keys that do not fit the model")
+        )
+    names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False) if name in state}
+    for unit in units:
+        for flat in unit.flats:
+            whole = full_values(flat, transport, all_ranks=False, label=unit.label, widen=False)
+            if transport.rank == 0:
+                assert whole is not None
+                for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+                    if id(parameter) in names:
+                        whole[slot.start : slot.start + slot.numel].copy_(state[names[id(parameter)]].reshape(-1))
+            if flat.shard is not None:
+                part = torch.empty_like(flat.shard)
+                transport.scatter_from(0, whole, part, unit.label)
+            else:
+                kept = flat.full if flat.master is None else flat.master
+                part = whole if whole is not None else kept.new_empty(flat.layout.padded_numel)
+                transport.broadcast(part, 0, unit.label)
+            flat.reload(part)
+    for name, buffer in module.named_buffers():
+        if transport.rank == 0 and name in state:
+            buffer.copy_(state[name])
+        if buffer.numel():
+            transport.broadcast(buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer, 0, f"buffer {name}")
+
+
+def _mismatches(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> list[str]:
+    expected = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    transient = {
+        f"{path}.{name}" if path else name
+        for path, child in module.named_modules()
+        for name in child._non_persistent_buffers_set
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in {**expected, **buffers}.items() if name not in transient}
+    wrong = [
+        f"{name!r} has shape {tuple(state[name].shape)}, the model wants {shape}"
+        for name, shape in shapes.items()
+        if name in state and tuple(state[name].shape) != shape
+    ]
+    if strict:
+        wrong += [f"{name!r} {shape} is missing" for name, shape in shapes.items() if name not in state]
+        wrong += [
+            f"{name!r} is unexpected" for name in state if name not in shapes and not name.endswith("_extra_state")
+        ]
+    return wrong

@@ -19,6 +19,12 @@ def describe(model: nn.Module) -> ModelSpec:
     Raises:
         PlanError: a parameter of a kind that cannot be laid out (sparse, quantized, or of an unknown dtype).
     """
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise PlanError(
+                f"{path or type(model).__name__} is an {type(module).__name__} with sparse=True: sparse gradients cannot "
+                f"be reduced into flat buffers. Build it with sparse=False."
+            )
     first_name: dict[int, str] = {}
     normalising = {
         f"{path}.{name}" if path else name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardledger.runtime.assemble import Parts, take_apart
 from shardledger.runtime.census import probe_optimizer
 from shardledger.runtime.checks import FullChecks
 from shardledger.runtime.clock import StepClock
-from shardledger.runtime.consolidate import full_state_dict
+from shardledger.runtime.consolidate import full_state_dict, load_full_state_dict
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.gathered import announce, withdraw
 from shardledger.runtime.step import Stepper, Window
@@ -71,13 +71,14 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         parts = self._live()
-        parts.check_frozen()
+        if torch.is_grad_enabled():
+            parts.watch.check()
         if self._checks is not None and torch.is_grad_enabled():
             self._checks.note_batch((args, kwargs))
         if self.plan.precision.cast_inputs:
             args, kwargs = cast_floats((args, kwargs), dtype_of(self.plan.precision.compute))
         try:
-            with self._clock.time("forward"), self._measure_activations(parts), self._autocast():
+            with self._clock.time("forward"), self._saved_tensors(parts), self._autocast():
                 return self.module(*args, **kwargs)
         except BaseException:
             self._abort(parts)
@@ -161,6 +162,11 @@ class Engine:
 
     def _take_step(self, parts: Parts) -> None:
         progress = self._progress
+        if parts.executor.pinned:
+            raise EngineStateError(
+                "engine.step was called inside GatheredParameters: what the block holds would be stale after the update, "
+                "or undo it. Leave the block first."
+            )
         if parts.unsynced:
             parts.executor.reduce_everything()
             parts.unsynced = False
@@ -173,6 +179,9 @@ class Engine:
         with self._clock.time("step"):
             outcome = self._stepper.step(parts.executor, window)
         progress.last = outcome
+        if outcome.applied:
+            parts.saved.updates += 1
+            parts.watch.note_update()
         parts.executor.measuring = first
         if outcome.applied:
             progress.global_steps += 1
@@ -341,6 +350,17 @@ class Engine:
         parts = self._live()
         return full_state_dict(self.module, parts.units, parts.transport, all_ranks=all_ranks)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole weights and buffers into masters and weights, at every stage; collective, rank 0's dict counts.
+
+        Raises:
+            EngineStateError: on all ranks, naming missing, unexpected and misshapen keys.
+        """
+        parts = self._live()
+        load_full_state_dict(self.module, parts.units, parts.transport, state_dict, strict=strict)
+        parts.saved.updates += 1
+        parts.watch.note_update()
+
     def train(self, mode: bool = True) -> Engine:
         """As ``nn.Module.train``."""
         self.module.train(mode)
@@ -398,10 +418,16 @@ class Engine:
         # Autocast's cache would keep a lowered copy of every weight alive after its unit is released.
         return torch.autocast(self.device.type, dtype=dtype_of(dtype), cache_enabled=False)
 
-    def _measure_activations(self, parts: Parts) -> AbstractContextManager[None]:
-        if self._progress.micro_steps > 0 or not self.module.training or not torch.is_grad_enabled():
-            return nullcontext()
-        return self._account.watch_forward(parts)
+    @contextmanager
+    def _saved_tensors(self, parts: Parts) -> Iterator[None]:
+        """Look at what autograd saves: weights always, for their safety; everything once, to measure activations."""
+        with ExitStack() as stack:
+            if torch.is_grad_enabled():
+                if self._progress.micro_steps == 0 and self.module.training:
+                    stack.enter_context(self._account.watch_forward(parts))
+                if parts.saved.needed:
+                    stack.enter_context(parts.saved.watch())
+            yield
 
     def _guard_optimizer(self, *_: Any) -> None:
         if not self._stepper.running:

@@ -119,6 +119,11 @@ class Executor:
             except RuntimeError:
                 continue
 
+    @property
+    def pinned(self) -> bool:
+        """Whether any unit is held full by ``pin``."""
+        return bool(self._pins)
+
     def pin(self, unit: Unit) -> None:
         """Gather a unit, if it is not, and keep it full until ``unpin``; collective."""
         self._pins[unit.index] = self._pins.get(unit.index, 0) + 1

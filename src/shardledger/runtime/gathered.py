@@ -36,9 +36,28 @@ def live() -> list[Parts]:
     return list(_LIVE)
 
 
+def refuse_owned(model: nn.Module) -> None:
+    """Refuse a model that an engine has already.
+
+    Raises:
+        EngineStateError: names a parameter that belongs to a live engine.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parts in list(_LIVE):
+        for unit in parts.units:
+            for flat in unit.flats:
+                taken = next((names[id(p)] for p in flat.parameters if id(p) in names), None)
+                if taken is not None:
+                    raise EngineStateError(
+                        f"parameter {taken!r} belongs to an engine already, and two engines would take each other's "
+                        f"gradients. Call engine.destroy() on the first one before initializing again."
+                    )
+
+
 class GatheredParameters(AbstractContextManager[None]):
     """Inside the block, ``params`` are whole on every rank; collective.
 
+    An exception that leaves the block takes edits back.
     With ``modifier_rank``, what that rank has written into them is kept, in weights and fp32 masters of all ranks, and
     what others have written is discarded. Without it, a change made on any rank is an error on all ranks.
 
@@ -73,16 +92,20 @@ class GatheredParameters(AbstractContextManager[None]):
                 raise EngineStateError("GatheredParameters cannot be entered while a backward pass is running.")
             for unit in self._units(parts):
                 parts.executor.pin(unit)
+        self._copies = [None if flat.layout.param_sharded else view.clone() for _, flat, view, _ in self._places]
         if self._modifier is None:
             self._sums = [_checksum(view) for _, _, view, _ in self._places]
-            self._copies = [None if flat.layout.param_sharded else view.clone() for _, flat, view, _ in self._places]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
-                self._keep_edits() if self._modifier is not None else self._refuse_edits()
+            if kind is not None:
+                self._take_back()
+            elif self._modifier is not None:
+                self._keep_edits()
+            else:
+                self._refuse_edits()
         finally:
             for parts in self._engines():
                 for unit in self._units(parts):
@@ -95,7 +118,7 @@ class GatheredParameters(AbstractContextManager[None]):
             if not 0 <= self._modifier < parts.transport.world:
                 raise EngineStateError(f"modifier_rank {self._modifier} is not a rank of {parts.transport.world}.")
             parts.transport.broadcast(view, self._modifier, f"edited parameter {name}")
-            _store(flat, name)
+            flat.take_over(name)
 
     @torch.no_grad()
     def _refuse_edits(self) -> None:
@@ -116,6 +139,7 @@ class GatheredParameters(AbstractContextManager[None]):
                         f"sharded again. Say whose edit counts: GatheredParameters(params, modifier_rank=0)."
                     )
 
+    @torch.no_grad()
     def _take_back(self) -> None:
         for (_, _, view, _), copy in zip(self._places, self._copies, strict=True):
             if copy is not None:
@@ -140,25 +164,6 @@ def _find(params: list[nn.Parameter]) -> Iterator[_Place]:
                 for parameter, slot, view in zip(flat.parameters, flat.layout.slots, flat.views, strict=True):
                     if id(parameter) in wanted and slot.numel:
                         yield parts, flat, view, slot.name
-
-
-def _store(flat: FlatParameters, name: str) -> None:
-    """Take over the values of one gathered parameter into this rank's permanent tensors.
-
-    A master keeps its fp32 digits where the 16-bit weight was not touched.
-    """
-    target = flat.master if flat.master is not None else flat.shard
-    if target is None:
-        return
-    interval = flat.master_interval
-    for piece in flat.layout.pieces_in(interval):
-        if piece.name != name:
-            continue
-        kept = target[piece.in_shard.start : piece.in_shard.stop]
-        start = interval.start + piece.in_shard.start
-        fresh = flat.full[start : start + kept.numel()]
-        if kept.data_ptr() != fresh.data_ptr():
-            kept.copy_(torch.where(kept.to(fresh.dtype) == fresh, kept, fresh.to(kept.dtype)))
 
 
 @torch.no_grad()

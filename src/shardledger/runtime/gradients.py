@@ -204,7 +204,8 @@ class FlatGradients:
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
         """Move one fresh gradient into the flat."""
-        if parameter.grad is None:
+        fresh, parameter.grad = parameter.grad, None  # taken first: the announcement clears what earlier passes left
+        if fresh is None:
             return
         self._listener.gradient_arrived()
         if self.state is GradState.REDUCING:
@@ -220,10 +221,9 @@ class FlatGradients:
             if first:
                 target.zero_()
         elif first:
-            target.copy_(parameter.grad)
+            target.copy_(fresh)
         else:
-            target.add_(parameter.grad)
-        parameter.grad = None
+            target.add_(fresh)
         self._round[index] = True
         if not self.present[index]:
             self.present[index] = True

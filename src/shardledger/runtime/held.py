@@ -40,7 +40,8 @@ class HeldGradient(torch.Tensor):
         raise EngineStateError(
             f"{getattr(func, '__name__', func)!r} was used on p.grad, but gradients are in the engine, summed over ranks "
             f"and possibly sharded, so a change to p.grad would have no effect. To clip, set gradient_clipping in the "
-            f"configuration; the norm before clipping is engine.get_global_grad_norm()."
+            f"configuration; the norm before clipping is engine.get_global_grad_norm(). To read or edit one, use "
+            f"shardledger.utils.safe_get_full_grad(p) and safe_set_full_grad(p, value)."
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.variable import Variable
 
-from shardledger.errors import EngineStateError
 from shardledger.runtime.executor import Executor
 from shardledger.runtime.schedule import Action, Schedule
 from shardledger.runtime.unit import Unit
@@ -51,6 +51,12 @@ class Hooks:
             handle.remove()
         self._handles = []
 
+    def gather_on_demand(self, unit: int) -> None:
+        """A backward pass that no output announced needs a unit's weights."""
+        if not self._schedule.in_backward:
+            self._begin_backward(unit)
+        self._perform(self._schedule.demand(unit))
+
     def gradient_arrived(self) -> None:
         """A parameter received a gradient: the backward pass has begun, if nothing else told so."""
         if not self._schedule.in_backward:
@@ -82,13 +88,7 @@ class Hooks:
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.is_grad_enabled():
-            found = list(tensors_in(output))
-            if not found and output is not None and unit.sharded_flats:
-                raise EngineStateError(
-                    f"unit {unit.label} ({type(module).__name__}) returned a {type(output).__name__} in which no tensor "
-                    f"was found, so its backward pass could not be prepared. Return tensors, or tuples, lists, dicts or "
-                    f"dataclasses of tensors."
-                )
+            found = tensors_in(output)
             for tensor in found:
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._output_gradient, unit))
@@ -134,6 +134,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
+    elif isinstance(value, SimpleNamespace):
+        yield from tensors_in(vars(value))
 
 
 def _running_backward() -> bool:

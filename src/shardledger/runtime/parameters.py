@@ -84,6 +84,34 @@ class FlatParameters:
         else:
             self.master = self.interval_of(initial).clone() if self.layout.optim_sharded else initial
 
+    def reload(self, values: torch.Tensor) -> None:
+        """Take new values for everything this rank keeps: this rank's interval where PARAM is sharded, else the full
+        flat, in the masters' dtype (the weights' own when frozen)."""
+        if self.shard is not None:
+            self.shard.copy_(values)
+            return
+        self.full.copy_(values)
+        if self.master is not None:
+            self.master.copy_(self.interval_of(values) if self.layout.optim_sharded else values)
+
+    def take_over(self, name: str) -> None:
+        """Bring the values that one parameter has in the full flat into this rank's permanent tensors.
+
+        A master keeps its fp32 digits where the 16-bit weight was not touched.
+        """
+        target = self.master if self.master is not None else self.shard
+        if target is None:
+            return
+        interval = self.master_interval
+        for piece in self.layout.pieces_in(interval):
+            if piece.name != name:
+                continue
+            kept = target[piece.in_shard.start : piece.in_shard.stop]
+            start = interval.start + piece.in_shard.start
+            fresh = self.full[start : start + kept.numel()]
+            if kept.data_ptr() != fresh.data_ptr():
+                kept.copy_(torch.where(kept.to(fresh.dtype) == fresh, kept, fresh.to(kept.dtype)))
+
     def publish(self) -> None:
         """Copy updated masters into the full flat (this rank's interval when OPTIM is sharded)."""
         if self.master is None or self.layout.param_sharded or self.dtype == self.master_dtype:

@@ -128,6 +128,8 @@ _HARMLESS: frozenset[Any] = frozenset(
     + [
         torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
         torch.Tensor.grad.__delete__,  # type: ignore[attr-defined]
+        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+        torch.Tensor.requires_grad_,
         torch.Tensor.size,
         torch.Tensor.numel,
         torch.Tensor.nelement,

@@ -12,6 +12,7 @@ same order whatever its own graph looked like.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -75,6 +76,8 @@ class Schedule:
         """Tracked forward calls whose backward has not passed yet."""
         self._launched = 0
         """How many of ``reduce_order`` have been reduced in this backward pass."""
+        self._active: Counter[int] = Counter()
+        """Units whose forward is under way: a backward pass inside it (a gradient as part of the loss) keeps them."""
         self._done: set[int] = set()
         self._reached: set[int] = set()
         """Units whose first input has its gradient, in the current backward pass."""
@@ -84,8 +87,10 @@ class Schedule:
         if self.in_backward:
             return self._gather(unit)
         if unit == ROOT:
+            self._active.clear()
             self._last_order, self._order = self._order, []
         self._order.append(unit)
+        self._active[unit] += 1
         actions = self._gather(unit)
         self._wanted = self._next_forward()
         return actions + self._look_ahead()
@@ -94,6 +99,7 @@ class Schedule:
         """A unit has run."""
         if self.in_backward:
             return []
+        self._active[unit] -= 1
         if unit == ROOT:
             self._wanted = None
             return [self._release(u) for u in sorted(self._gathered)]
@@ -143,12 +149,17 @@ class Schedule:
         rest = self.reduce_order[self._launched :]
         actions = [Action(Act.REDUCE, u) for u in rest]
         actions += [Action(Act.REDUCE, u) for u in self.reduce_order if u in late and u not in rest]
-        actions += [self._release(u) for u in sorted(self._gathered)]
+        actions += [self._release(u) for u in sorted(self._gathered) if self._active[u] <= 0]
         self._end()
         return actions
 
+    def demand(self, unit: int) -> list[Action]:
+        """A saved weight of a unit is needed now."""
+        return self._gather(unit)
+
     def abort(self) -> list[Action]:
         """An exception left the pass unfinished: everything returns to its shards, gradients are not reduced."""
+        self._active.clear()
         actions = [self._release(u) for u in sorted(self._gathered)]
         self._end()
         return actions
@@ -225,4 +236,4 @@ class Schedule:
         return Action(Act.RELEASE, unit)
 
     def _release_if_gathered(self, unit: int) -> list[Action]:
-        return [self._release(unit)] if unit in self._gathered else []
+        return [self._release(unit)] if unit in self._gathered and self._active[unit] <= 0 else []

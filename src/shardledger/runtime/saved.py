@@ -1,0 +1,60 @@
+"""What autograd saves of a unit's weights while they are gathered.
+
+Autograd keeps views of the full flat. When their backward comes at a time that no hook announced (a second backward over the
+first one's graph, a unit whose outputs no hook could find), the flat is empty, and reading the view would crash the process.
+Here each saved view is asked for when it is needed: its unit is gathered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from shardledger.errors import EngineStateError
+from shardledger.runtime.parameters import FlatParameters
+from shardledger.runtime.unit import Unit
+
+
+@dataclass(frozen=True)
+class _SavedWeight:
+    view: torch.Tensor
+    flat: FlatParameters
+    updates: int
+
+
+class SavedWeights:
+    """Hooks for autograd's saved tensors, for engines whose parameters are sharded."""
+
+    def __init__(self, units: Sequence[Unit], gather: Callable[[int], None]) -> None:
+        self.updates = 0
+        """Times the weights have been updated: a view saved before an update belongs to other weights."""
+        self._gather = gather
+        self._flats = {flat.full.untyped_storage()._cdata: flat for unit in units for flat in unit.sharded_flats}
+
+    def watch(self) -> AbstractContextManager[None]:
+        """A context for a forward pass."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to watch."""
+        return bool(self._flats)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
+        flat = self._flats.get(tensor.untyped_storage()._cdata)
+        return tensor if flat is None else _SavedWeight(tensor.detach(), flat, self.updates)
+
+    def _unpack(self, packed: torch.Tensor | _SavedWeight) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        if packed.updates != self.updates:
+            raise EngineStateError(
+                f"a graph built before engine.step() is propagated back after it: the weights it saved (unit of "
+                f"{packed.flat.layout.slots[0].name!r}) have been updated since. Run backward before step."
+            )
+        if not packed.flat.resident:
+            self._gather(packed.flat.layout.unit)
+        return packed.view

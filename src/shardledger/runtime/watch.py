@@ -1,0 +1,77 @@
+"""Notices what the user did to the module behind the engine's back, before it trains on something else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardledger.errors import EngineStateError
+from shardledger.runtime.describe import owners
+from shardledger.runtime.parameters import FlatParameters
+from shardledger.runtime.unit import Unit
+
+
+class Watch:
+    """Compares the module's parameters with the engine's."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._model = model
+        self._flats = [flat for unit in units for flat in unit.flats]
+        self._places = owners(model)
+        self._known = {id(parameter) for flat in self._flats for parameter in flat.parameters}
+        self._versions: dict[int, int] = {}
+        self.note_update()
+
+    def note_update(self) -> None:
+        """The engine itself has changed the weights: graphs built before are out of date, later edits are the user's."""
+        resident = [p for flat in self._flats if not flat.layout.param_sharded for p in flat.parameters]
+        torch.autograd.graph.increment_version([p for p in resident if p.requires_grad])
+        self._versions = {id(parameter): parameter._version for parameter in resident}
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Take over edits of 16-bit weights into their masters, and refuse what cannot be taken over.
+
+        Raises:
+            EngineStateError: a parameter was added, replaced or given other memory, or a frozen one was unfrozen.
+        """
+        for flat in self._flats:
+            resident = not flat.layout.param_sharded
+            for parameter, slot, view in zip(flat.parameters, flat.layout.slots, flat.views, strict=True):
+                if any(module._parameters.get(name) is not parameter for module, name in self._places[slot.name]):
+                    raise _changed(slot.name, "was replaced by another one")
+                if not resident:
+                    continue
+                if slot.numel and parameter.data_ptr() != view.data_ptr():
+                    raise _changed(slot.name, "was given other memory (p.data = ..., model.half(), assign=True)")
+                if parameter._version != self._versions[id(parameter)]:
+                    flat.take_over(slot.name)
+                    self._versions[id(parameter)] = parameter._version
+            self._check_frozen(flat)
+        for name, parameter in self._model.named_parameters():
+            if id(parameter) not in self._known:
+                raise _changed(name, "was added")
+
+    def _check_frozen(self, flat: FlatParameters) -> None:
+        if flat.layout.trainable:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = next(
+                (s.name for s, p in zip(flat.layout.slots, flat.parameters, strict=True) if p.requires_grad), None
+            )
+        if thawed is not None:
+            raise EngineStateError(
+                f"parameter {thawed!r} was frozen at initialize and has been unfrozen since. The engine has no gradient "
+                f"or optimizer state for it and would not train it: set requires_grad before shardledger.initialize, "
+                f"or destroy the engine and initialize again."
+            )
+
+
+def _changed(name: str, what: str) -> EngineStateError:
+    return EngineStateError(
+        f"parameter {name!r} {what} after shardledger.initialize, so the engine would train something else. Change the "
+        f"model before initialize; load weights with engine.load_state_dict; edit them inside "
+        f"shardledger.GatheredParameters."
+    )
