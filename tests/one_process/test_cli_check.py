@@ -23,6 +23,7 @@ FP32 = Arithmetic(
     accumulate=torch.float32,
     local_accumulate=torch.float32,
     wire=torch.float32,
+    rounding=torch.float32,
     autocast=None,
     every_micro_batch=False,
     micro_batch_tree=False,

@@ -276,11 +276,13 @@ def _arithmetic(engine: Any) -> Arithmetic:
     from shardledger.runtime.describe import dtype_of
 
     plan = engine.plan
+    wire, accumulate = dtype_of(plan.precision.wire), dtype_of(plan.precision.accumulate)
     return Arithmetic(
         compute=dtype_of(plan.precision.compute),
-        accumulate=dtype_of(plan.precision.accumulate),
+        accumulate=accumulate,
         local_accumulate=dtype_of(plan.precision.local_accumulate),
-        wire=dtype_of(plan.precision.wire),
+        wire=wire,
+        rounding=accumulate if engine.device.type == "cpu" else wire,  # NCCL adds what travels
         autocast=dtype_of(plan.precision.autocast) if plan.precision.autocast else None,
         every_micro_batch=plan.is_sharded(Role.GRAD) or plan.reproducible,
         micro_batch_tree=plan.reproducible,

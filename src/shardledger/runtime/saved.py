@@ -15,6 +15,7 @@ import torch
 
 from shardledger.errors import EngineStateError
 from shardledger.runtime.parameters import FlatParameters
+from shardledger.runtime.states import ParamState
 from shardledger.runtime.unit import Unit
 
 
@@ -31,6 +32,7 @@ class SavedWeights:
     def __init__(self, units: Sequence[Unit], gather: Callable[[int], None]) -> None:
         self.updates = 0
         """Times the weights have been updated: a view saved before an update belongs to other weights."""
+        self._units = units
         self._gather = gather
         self._flats = {flat.full.untyped_storage()._cdata: flat for unit in units for flat in unit.sharded_flats}
 
@@ -55,6 +57,7 @@ class SavedWeights:
                 f"a graph built before engine.step() is propagated back after it: the weights it saved (unit of "
                 f"{packed.flat.layout.slots[0].name!r}) have been updated since. Run backward before step."
             )
-        if not packed.flat.resident:
-            self._gather(packed.flat.layout.unit)
+        unit = packed.flat.layout.unit
+        if self._units[unit].state is not ParamState.FULL:  # also while it is on its way: the bytes are not there yet
+            self._gather(unit)
         return packed.view

@@ -40,6 +40,8 @@ class Arithmetic:
     """Dtype of a rank's sum over its micro-batches, where it adds them before ranks are added."""
     wire: torch.dtype
     """What a rank's contribution is rounded to before ranks are added, when there are several."""
+    rounding: torch.dtype
+    """Dtype in which sums over ranks are taken: the wire's where the backend takes them; only ``jitter`` asks."""
     autocast: torch.dtype | None
     """Dtype of torch.autocast around the forward pass."""
     every_micro_batch: bool
@@ -232,12 +234,15 @@ class OneProcess:
     def _as_sent(self, gradients: Gradients) -> Gradients:
         """A rank's contribution to the sum over ranks, rounded to the wire's dtype where there are others."""
         sent = gradients if self.arithmetic.world == 1 else _in(gradients, self._dtypes(self.arithmetic.wire))
-        for part in sent if self._jitter is not None else ():
+        if self._jitter is None:
+            return sent
+        # Every contribution by one rounding, not their sum: where contributions cancel, sums in another order are further
+        # apart than one rounding of the sum.
+        wide = _in(sent, self._dtypes(self.arithmetic.accumulate))
+        for part, own in zip(wide, self._dtypes(self.arithmetic.rounding), strict=True):
             if part is not None:
-                # Every contribution by one rounding, not the sum: where contributions cancel, sums in another order,
-                # or in the wire's dtype as native collectives take them, are further apart than one rounding of the sum.
-                self._shake(part, torch.finfo(part.dtype).eps)
-        return sent
+                self._shake(part, torch.finfo(own).eps / 2)
+        return wide
 
     def _update(self, total: Gradients) -> float:
         """Average, clip, step; returns the norm before clipping. A norm that is not finite changes nothing."""
