@@ -52,6 +52,7 @@ def demo_settings(options: Options, *, stage: int, precision: str) -> RunSetting
         "gradient_clipping": 1.0,
         "bf16": {"enabled": precision == "bf16"},
         "zero_optimization": {"stage": stage},
+        "shardledger": {"timeout_s": 60},
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "scheduler": {
             "type": "WarmupCosineLR",

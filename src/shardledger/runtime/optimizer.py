@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -84,8 +85,10 @@ def recipe_class(recipe: Recipe) -> type[torch.optim.Optimizer]:
         return type(recipe)
     if isinstance(recipe, OptimizerRecipe):
         cls = getattr(torch.optim, recipe.class_name, None)
-        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-            raise ConfigError(f"optimizer.type: torch.optim has no optimizer {recipe.class_name!r}.")
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or cls is torch.optim.Optimizer:
+            near = get_close_matches(recipe.class_name, [n for n in dir(torch.optim) if n[0].isupper()], n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"optimizer.type: torch.optim has no optimizer {recipe.class_name!r}.{hint}")
         return cls
     try:
         made = recipe([{"params": [torch.zeros(2, 2, requires_grad=True)]}])
