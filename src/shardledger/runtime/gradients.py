@@ -71,7 +71,7 @@ class FlatGradients:
         self.has_sum = False
         """Whether ``reduced`` holds anything of this window."""
         self.probe: torch.Tensor | None = None
-        """Sum of this rank's own gradients of the window: finite when they are, read only when the norm is not."""
+        """Two numbers, finite when this rank's own gradients of the window are; read only when the norm is not."""
         self.partial: TreeSum | None = TreeSum() if rule.tree else None
         """Sums of micro-batches that wait for their neighbour in the tree (reproducible mode)."""
         self._kept = self._empty(local_dtype) if self.keeps_local else None
@@ -127,8 +127,7 @@ class FlatGradients:
             if not self._round[index]:
                 local[slot.start : end].zero_()
         local[self.flat.layout.numel :].zero_()
-        own = local.abs().sum() if local.is_complex() else local.sum(dtype=torch.float64)
-        self.probe = own if self.probe is None else self.probe + own
+        self._look_at(local)
         self._move(GradState.PENDING)
         self._move(GradState.REDUCING)
         return local
@@ -152,6 +151,13 @@ class FlatGradients:
         slot = self.flat.layout.slots[index]
         known = self.local is not None and self._round[index]
         return self.local[slot.start : slot.start + slot.numel] if known and self.local is not None else None
+
+    def _look_at(self, local: torch.Tensor) -> None:
+        """Keep two numbers that are finite when all of ``local`` is; one pass at memory speed, no synchronisation."""
+        real = torch.view_as_real(local) if local.is_complex() else local
+        extremes = torch.stack(torch.aminmax(real)).float() if real.numel() else None
+        if extremes is not None:
+            self.probe = extremes if self.probe is None else self.probe + extremes
 
     def target(self) -> tuple[torch.Tensor, bool]:
         """Where a reduction writes this rank's interval, and whether it adds to what is there."""
