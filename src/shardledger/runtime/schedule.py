@@ -65,8 +65,7 @@ class Schedule:
         self.reduce_order = tuple(u for u in reversed(range(len(units))) if units[u].trainable)
         self.completed: list[int] = []
         """Units whose gradients were complete in the current backward pass, in that order."""
-        self._prefetch = prefetch
-        self._max_live = max_live_numel
+        self._max_live = max_live_numel if prefetch else -1
         self._gathered: set[int] = set()
         self._order: list[int] = []
         self._last_order: list[int] = []
@@ -202,7 +201,7 @@ class Schedule:
     def _look_ahead(self) -> list[Action]:
         """Gather the wanted unit if there is room for it."""
         unit = self._wanted
-        if unit is None or not self._prefetch or not self.units[unit].sharded or unit in self._gathered:
+        if unit is None or not self.units[unit].sharded or unit in self._gathered:
             return []
         live = [u for u in self._gathered if u != ROOT]
         if len(live) >= _LIVE_UNITS:
