@@ -34,14 +34,17 @@ def find_units(
     if leaves:
         paths = {block.path for block in chosen} | set(leaves)
         chosen = [] if ROOT in leaves else _outermost([m for m in model.modules if m.path in paths and m.parameters])
-    places: dict[str, list[str]] = {p.name: [p.name] for p in model.parameters}
+    holders = Counter(name for block in chosen for name in set(block.parameters))
+    tied: dict[str, list[str]] = {}
     for other, canonical in model.aliases:
-        places[canonical].append(other)
+        tied.setdefault(canonical, [canonical]).append(other)
     blocks = []
     for block in chosen:
         inside = f"{block.path}."
         own = tuple(
-            name for name in dict.fromkeys(block.parameters) if all(place.startswith(inside) for place in places[name])
+            name
+            for name in dict.fromkeys(block.parameters)
+            if holders[name] == 1 and all(place.startswith(inside) for place in tied.get(name, ()))
         )
         if own:
             blocks.append((block.path, own))
