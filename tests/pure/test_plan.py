@@ -105,9 +105,11 @@ def test_small_parameters_stay_gathered_within_both_thresholds(zero, kept):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_nothing_is_persistent_where_parameters_are_not_sharded(stage):
-    plan = plan_of(stage, zero={"stage3_param_persistence_threshold": 10**6})
-    assert plan.persistent == frozenset()
+def test_the_threshold_lays_parameters_out_alike_at_every_stage_but_only_stage_3_speaks_of_it(stage):
+    zero = {"stage3_param_persistence_threshold": 300}
+    plan = plan_of(stage, zero=zero)
+    assert plan.persistent == plan_of(3, zero=zero).persistent != frozenset()
+    assert not any("keeps" in line for line in plan.reasons)
 
 
 def test_the_plan_tells_how_much_persistence_costs():

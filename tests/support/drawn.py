@@ -190,7 +190,8 @@ class DrawnModel(nn.Module):
                     x = checkpoint(self.run, x, part, use_reentrant=self.recompute.endswith("reentrant"))
         else:
             x = self.run(x, order)
-        loss = F.mse_loss((self.head(x) * self.gain).float(), y.float())
+        # The tanh keeps losses small whatever was drawn: a run that diverges says nothing about rounding.
+        loss = F.mse_loss((self.head(torch.tanh(x)) * self.gain).float(), y.float())
         for index, extra in enumerate(self.extras):
             turn = {"all": index, "none": -1, "step": step % 3, "rank": who % 3}[drawn.extra_use]
             if turn == index % 3 or drawn.extra_use == "all":

@@ -6,7 +6,7 @@ round differently are as far apart there as a weight that was never updated. So 
 its initial weights and every rank's gradients moved by one rounding. What lies between the two references is what rounding
 does to *this* model at *this* step, tensor by tensor, and the engine may be ``FACTOR`` times as far from the reference.
 
-Measured on gpt:1m with AdamW (lr 1e-3) and clipping, 5 steps, 2 and 4 ranks, stages 0 to 3, on CPU. Differences of tensors
+Measured on gpt:1m with AdamW (lr 1e-3), 5 steps, 2 and 4 ranks, stages 0 to 3, on CPU. Differences of tensors
 are counted in parts of the tensor's own movement since the start, root mean square of both; a bias of attention is always
 the worst tensor, for the reason above.
 
@@ -18,10 +18,11 @@ the worst tensor, for the reason above.
            gradient norm, relative    4e-16                   2e-4
            tensors: median, worst     0, 0                    4e-2, 0.5
 
-The engine is at zero because the reference adds in its order: on gloo with a power of two of ranks. On three ranks the
-engine divides once where clip_grad_norm_ divides twice, and with torch's plain AdamW loop in place of its fused kernel every
-update rounds differently; then the engine was 2e-7 (median) and 1e-4 (worst) away in fp32, 4e-4 and 6e-2 in bf16: no
-further than the references from each other. Bugs are far outside: a tensor that is not updated differs by 1, one rank's
+The zeros are without clipping, on gloo, on a power of two of ranks: there the reference adds and divides as the engine does.
+Clipping multiplies by a coefficient of a norm that the engine squares partly in fp32 (1e-7), three ranks are divided by once
+where clip_grad_norm_ divides twice, and torch's plain AdamW loop rounds otherwise than the fused kernel that both sides use.
+Each of them alone took the engine 1e-7 to 2e-7 (median) and 1e-4 (worst) from the reference in fp32, 4e-4 and 6e-2 in bf16: no
+further than the references are from each other. Bugs are far outside: a tensor that is not updated differs by 1, one rank's
 gradient left out of one block changes the norm by 7e-2, dropout masks of another generator a loss by 5e-4 to 3e-2. What
 cannot be seen: in bf16, a few wrong elements of a large tensor; ``--tolerance`` is the stricter question.
 """

@@ -161,21 +161,22 @@ class OneProcess:
     @torch.no_grad()
     def loss_of_two(self, batches: Sequence[Sequence[MicroBatch]]) -> float | None:
         """The loss of two micro-batches taken as one, over the mean of their losses, in eval mode: 1 for a mean over
-        samples, 2 for a sum. None when there is only one, or the model does not take them."""
+        samples, 2 for a sum. None when there is only one, or the model does not take them, or does not repeat itself."""
         pair = [batch for row in batches for batch in row][:2]
         if len(pair) < 2:
             return None
         modes = [(owner, owner.training) for owner in self.module.modules()]
         self.module.eval()
         try:
-            apart = sum(float(self._forward(batch)) for batch in pair) / 2
+            apart = [float(self._forward(batch)) for batch in pair]
             together = float(self._forward(tuple(torch.cat(parts) for parts in zip(*pair, strict=True))))
+            repeats = float(self._forward(pair[0])) == apart[0]
         except Exception:  # a model may insist on its batch size: then there is nothing to say
             return None
         finally:
             for owner, mode in modes:
                 owner.training = mode
-        return together / apart if apart else None
+        return 2 * together / sum(apart) if repeats and sum(apart) else None
 
     def _place(self) -> None:
         kept = {id(p) for m in self.module.modules() if isinstance(m, _BatchNorm) for p in m.parameters(recurse=False)}
