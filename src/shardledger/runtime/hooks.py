@@ -75,11 +75,13 @@ class Hooks:
     def _pre_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if unit.index == 0 and self._schedule.in_backward and not _running_backward():
             self._on_broken_pass()  # an earlier backward pass died half-way
-        self._perform(self._schedule.pre_forward(unit.index))
+        self._perform(self._schedule.pre_forward(unit.index, graph=torch.is_grad_enabled()))
         if not torch.is_grad_enabled() or unit.index == 0:
             return
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-        if inputs and self._schedule.track_call(unit.index):
+        if not inputs:
+            self._schedule.untracked_call(unit.index)
+        elif self._schedule.track_call(unit.index):
             left = [len(inputs)]
             if len(inputs) > 1:
                 inputs[0].register_hook(partial(self._first_input_gradient, unit))

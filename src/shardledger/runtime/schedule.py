@@ -67,27 +67,38 @@ class Schedule:
         """Units whose gradients were complete in the current backward pass, in that order."""
         self._max_live = max_live_numel if prefetch else -1
         self._gathered: set[int] = set()
-        self._order: list[int] = []
-        self._last_order: list[int] = []
+        self._orders: tuple[list[int], list[int]] = ([], [])
+        """Units in the order in which the previous forward pass, and this one, ran them."""
         self._back_position = 0
         self._wanted: int | None = None
         self._calls = [0] * len(units)
         """Tracked forward calls whose backward has not passed yet."""
+        self._untracked: set[int] = set()
+        self._fresh = False
+        """Whether a forward pass with a graph has begun since the last backward pass."""
         self._launched = 0
         """How many of ``reduce_order`` have been reduced in this backward pass."""
         self._active: Counter[int] = Counter()
         """Units whose forward is under way: a backward pass inside it (a gradient as part of the loss) keeps them."""
-        self._done: set[int] = set()
         self._reached: set[int] = set()
         """Units whose first input has its gradient, in the current backward pass."""
 
-    def pre_forward(self, unit: int) -> list[Action]:
-        """A unit is about to run."""
+    @property
+    def _order(self) -> list[int]:
+        return self._orders[1]
+
+    @property
+    def _last_order(self) -> list[int]:
+        return self._orders[0]
+
+    def pre_forward(self, unit: int, *, graph: bool = True) -> list[Action]:
+        """A unit is about to run; ``graph`` tells whether autograd records it."""
         if self.in_backward:
             return self._gather(unit)
         if unit == ROOT:
             self._active.clear()
-            self._last_order, self._order = self._order, []
+            self._fresh = self._fresh or graph
+            self._orders = (self._order, [])
         self._order.append(unit)
         self._active[unit] += 1
         actions = self._gather(unit)
@@ -111,6 +122,10 @@ class Schedule:
         self._calls[unit] += 1
         return True
 
+    def untracked_call(self, unit: int) -> None:
+        """A forward call none of whose inputs will have a gradient: its backward ends without a sign of its own."""
+        self._untracked.add(unit)
+
     def pre_backward(self, unit: int) -> list[Action]:
         """The backward pass reaches a unit's outputs."""
         if not self.in_backward:
@@ -118,7 +133,6 @@ class Schedule:
             self._back_position = len(self._order)
             self.completed = []
             self._launched = 0
-            self._done = set()
             self._reached = set()
         actions = self._gather(unit)
         self._wanted = self._next_backward(unit)
@@ -127,7 +141,7 @@ class Schedule:
     def post_backward(self, unit: int) -> list[Action]:
         """The backward pass has left one tracked call of a unit through its inputs."""
         self._calls[unit] = max(0, self._calls[unit] - 1)
-        if self._calls[unit] or not self.in_backward:
+        if self._calls[unit] or not self.in_backward or not self._counted(unit):
             return []
         return self._complete(unit) + self._release_if_gathered(unit) + self._look_ahead()
 
@@ -166,15 +180,16 @@ class Schedule:
     def _end(self) -> None:
         self.in_backward = False
         self._wanted = None
+        self._fresh = False
+        self._untracked = set()
         self._calls = [0] * len(self.units)
 
     def _complete(self, unit: int) -> list[Action]:
-        if unit in self._done or not self.units[unit].trainable:
+        if unit in self.completed or not self.units[unit].trainable:
             return []
-        self._done.add(unit)
         self.completed.append(unit)
         actions = []
-        while self._launched < len(self.reduce_order) and self.reduce_order[self._launched] in self._done:
+        while self._launched < len(self.reduce_order) and self.reduce_order[self._launched] in self.completed:
             actions.append(Action(Act.REDUCE, self.reduce_order[self._launched]))
             self._launched += 1
         return actions
@@ -184,11 +199,21 @@ class Schedule:
 
         Gradients alone do not tell of frozen weights, nor of calls under a second backward.
         """
-        if unit == ROOT or unit not in self._done or self.units[unit].frozen:
+        if unit == ROOT or unit not in self.completed or self.units[unit].frozen or not self._fresh:
             return []
         if self._calls[unit] == 0 or (self._calls[unit] == 1 and unit in self._reached):
             return self._release_if_gathered(unit) + self._look_ahead()
         return []
+
+    def _counted(self, unit: int) -> bool:
+        """Whether the calls on record are all that this backward pass will see of a unit.
+
+        Not in a second pass over a graph, or over one older than the last forward; nor, before its gradients are
+        complete, of a unit with calls that nothing announces the end of.
+        """
+        if unit in self._untracked:
+            return self._fresh and unit in self.completed and not self.units[unit].frozen
+        return self._fresh
 
     def _gather(self, unit: int) -> list[Action]:
         if not self.units[unit].sharded:
