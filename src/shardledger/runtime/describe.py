@@ -20,6 +20,11 @@ def describe(model: nn.Module) -> ModelSpec:
         PlanError: a parameter of a kind that cannot be laid out (sparse, quantized, or of an unknown dtype).
     """
     for path, module in model.named_modules():
+        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+            raise PlanError(
+                f"{path or type(model).__name__} is compiled: torch.compile is not supported yet, at any stage, because "
+                f"the compiler would trace through the engine's hooks. Give initialize the module uncompiled."
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise PlanError(
                 f"{path or type(model).__name__} is an {type(module).__name__} with sparse=True: sparse gradients cannot "
