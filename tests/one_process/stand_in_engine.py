@@ -26,6 +26,7 @@ class StandInEngine:
         self.module = model
         self.comm_wait_s = 0.0
         self.skipped_steps = self.global_steps = self.micro_steps = 0
+        self.loss_scale = 1.0
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         self.norm: float | None = None
         self.destroyed = False

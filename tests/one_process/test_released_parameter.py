@@ -99,7 +99,6 @@ WRITES = {
     "copy from": lambda p: torch.empty(4, 4).copy_(p),
     "foreach": lambda p: torch._foreach_add_([p], 1.0),
     "resize_": lambda p: p.resize_(2),
-    "requires_grad_": lambda p: p.requires_grad_(False),
     "masked_fill_": lambda p: p.masked_fill_(ONES > 0, 0.0),
     "lerp_": lambda p: p.lerp_(ONES, 0.5),
 }
