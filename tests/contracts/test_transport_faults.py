@@ -155,7 +155,7 @@ def test_time_spent_on_a_lost_peer_is_counted_as_waiting():
     ],
     ids=["another bucket", "another last bucket", "another collective", "another size"],
 )
-def test_a_message_of_another_size_is_an_error_that_says_both_sizes(other):
+def test_messages_of_different_collectives_never_meet_and_the_peer_is_named(other):
     how = ReduceHow(wire=torch.float32, accumulate=False, bucket_numel=16, label="blocks.7")
 
     def eight(transport: Transport) -> torch.Tensor:
@@ -165,7 +165,7 @@ def test_a_message_of_another_size_is_an_error_that_says_both_sizes(other):
 
     (result, _), _ = on_threads(2, lambda transport: eight(transport) if transport.rank == 0 else other(transport))
     assert isinstance(result, TransportError)
-    assert "expected (8,)" in str(result) and "rank 1" in str(result)
+    assert "rank 1" in str(result) and "another collective" in str(result)
 
 
 def test_a_message_of_another_dtype_is_an_error():
@@ -174,7 +174,7 @@ def test_a_message_of_another_dtype_is_an_error():
         transport.all_gather(torch.zeros(8, dtype=dtype), "blocks.7").wait()
 
     for result, _ in on_threads(2, body):
-        assert isinstance(result, TransportError) and "bfloat16" in str(result) and "float32" in str(result)
+        assert isinstance(result, TransportError) and "another collective" in str(result)
 
 
 def test_the_only_rank_has_nobody_to_write_to():
@@ -244,6 +244,5 @@ def test_gloo_never_takes_a_longer_message_for_the_expected_one(four_against_six
     assert four_against_six[0].code not in (0, None)
 
 
-@pytest.mark.xfail(strict=True, reason="gloo completes a receive with fewer bytes and says nothing")
 def test_gloo_never_takes_a_shorter_message_for_the_expected_one(four_against_six):
     assert "NUMBERS" not in four_against_six[1].output

@@ -6,6 +6,7 @@ taken in fp32 in a fixed order whatever the wire dtype. Gloo's own reduce-scatte
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -14,8 +15,8 @@ from shardledger.errors import PeerLostError
 from shardledger.transport.port import Counters, Mailbox, Pending, ReduceHow, Work
 from shardledger.transport.tree import tree_sum
 
-_TAGS = 1 << 20
-"""Tags count collectives modulo this, so that a message of one never completes another."""
+_TAGS = 0x7FFFFFFF
+"""Largest tag that the wire takes."""
 
 
 class PeerTransport:
@@ -31,7 +32,7 @@ class PeerTransport:
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, how: ReduceHow) -> Work:
         """See ``Transport.reduce_scatter``. Staging: (world - 1) / world * bucket elements in the wire dtype, twice
         that when ``full`` has another dtype."""
-        tag = self._next_tag()
+        tag = self._next_tag(f"reduce {how.label}", full.numel(), how.wire)
         self.counters.add("reduce_scatter", full.numel() - out.numel(), how.wire.itemsize)
         step = max(1, how.bucket_numel // self.world)
         starts = list(range(0, out.numel(), step))
@@ -49,7 +50,7 @@ class PeerTransport:
 
     def all_gather(self, full: torch.Tensor, label: str) -> Work:
         """See ``Transport.all_gather``. No staging: shards arrive in place."""
-        tag = self._next_tag()
+        tag = self._next_tag(f"gather {label}", full.numel(), full.dtype)
         shards = full.view(self.world, -1)
         self.counters.add("all_gather", full.numel() - shards[0].numel(), full.element_size())
         messages = self._swap(
@@ -62,7 +63,7 @@ class PeerTransport:
 
     def gather_to(self, root: int, full: torch.Tensor | None, shard: torch.Tensor, label: str) -> None:
         """See ``Transport.gather_to``."""
-        tag = self._next_tag()
+        tag = self._next_tag(f"collect {label}", shard.numel(), shard.dtype)
         what = f"gather of {label} to rank {root}"
         if self.rank != root:
             self.counters.add("gather", shard.numel(), shard.element_size())
@@ -76,7 +77,7 @@ class PeerTransport:
 
     def scatter_from(self, root: int, full: torch.Tensor | None, shard: torch.Tensor, label: str) -> None:
         """See ``Transport.scatter_from``."""
-        tag = self._next_tag()
+        tag = self._next_tag(f"scatter {label}", shard.numel(), shard.dtype)
         what = f"scatter of {label} from rank {root}"
         if self.rank != root:
             messages = self._swap([], [(root, shard)], tag, what)
@@ -90,7 +91,7 @@ class PeerTransport:
 
     def broadcast(self, tensor: torch.Tensor, root: int, label: str) -> None:
         """See ``Transport.broadcast``."""
-        tag = self._next_tag()
+        tag = self._next_tag(f"broadcast {label}", tensor.numel(), tensor.dtype)
         what = f"broadcast of {label} from rank {root}"
         if self.rank == root:
             self.counters.add("broadcast", tensor.numel() * (self.world - 1), tensor.element_size())
@@ -101,7 +102,7 @@ class PeerTransport:
 
     def exchange(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """See ``Transport.exchange``."""
-        tag = self._next_tag()
+        tag = self._next_tag(label, values.numel(), values.dtype)
         rows = values.new_empty(self.world, values.numel())
         rows[self.rank].copy_(values)
         self.counters.add("control", values.numel() * (self.world - 1), values.element_size())
@@ -179,9 +180,14 @@ class PeerTransport:
     def _sources(self) -> list[int]:
         return [(self.rank - k) % self.world for k in range(1, self.world)]
 
-    def _next_tag(self) -> int:
-        self._sequence = (self._sequence + 1) % _TAGS
-        return self._sequence
+    def _next_tag(self, what: str, tensor_numel: int, dtype: torch.dtype) -> int:
+        """A tag that only the same collective on another rank has: messages of different ones never meet.
+
+        Where ranks run different collectives they wait and fail at the timeout, instead of taking each other's bytes,
+        or, when the sizes differ, being ended by gloo.
+        """
+        self._sequence += 1
+        return zlib.crc32(f"{self._sequence}|{what}|{tensor_numel}|{dtype}".encode()) & _TAGS
 
 
 class _Message:
