@@ -67,10 +67,7 @@ class Guard:
         Raises:
             TransportError: an earlier collective failed; this engine's ranks are out of step for good.
         """
-        if self._broken is not None:
-            raise type(self._broken)(
-                f"{what} at {self.where} cannot run, an earlier collective failed: {self._broken}"
-            ) from self._broken
+        self._refuse_if_broken(what)
         notice = self._send(_RUNS, f"{what} ({payload})")
         return notice, _tag_of(f"{self._engine}|{self._sequence}|{what}|{payload}")
 
@@ -81,6 +78,7 @@ class Guard:
             RanksDisagreeError: another rank runs another collective, or has left.
             PeerLostError: another rank has failed, or its header does not come.
         """
+        self._refuse_if_broken(notice.what)  # its payload may never come
         while notice in self._under_way:
             first = self._under_way.popleft()
             for peer, pending, header in first.expected:
@@ -134,6 +132,12 @@ class Guard:
         self.give_up(_first_line(lost), 0.0)
         self._broken = self._broken if isinstance(self._broken, (PeerLostError, RanksDisagreeError)) else lost
         return lost
+
+    def _refuse_if_broken(self, what: str) -> None:
+        if self._broken is not None:
+            raise type(self._broken)(
+                f"{what} at {self.where} cannot run, an earlier collective failed: {self._broken}"
+            ) from self._broken
 
     def _send(self, kind: int, what: str) -> Notice:
         self._sequence += 1
