@@ -1,0 +1,146 @@
+"""The dry run: the real engine over fake tensors, at any world size, in one process that allocates nothing.
+
+Model, hooks, schedule, executor, gradients, optimizer and transport are those of a run; tensors have shapes and no
+values, messages arrive at once. What is read off is where memory goes: see ``observe``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardledger.layout.build import Layout
+from shardledger.plan.plan import Plan
+from shardledger.runtime.assemble import assemble, take_apart
+from shardledger.runtime.engine import Engine
+from shardledger.runtime.observe import Observer
+from shardledger.runtime.optimizer import (
+    Groups,
+    Recipe,
+    build_optimizer,
+    make_pieces,
+    needs_whole_parameters,
+    recipe_class,
+)
+from shardledger.runtime.placement import Site
+from shardledger.runtime.step import Stepper
+from shardledger.telemetry.live import LiveBytes, Reading
+from shardledger.telemetry.memory import MemoryMeter
+from shardledger.transport.dry import dry_transport
+
+_STEPS = 2
+"""In the first the optimizer makes its states and the schedule learns the order of units; the second is like the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What to run dry. The callables are called under fake tensors."""
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[], tuple[Any, ...]]
+    """Arguments of one micro-batch."""
+    loss_of: Callable[[Any], torch.Tensor]
+    plan: Plan
+    layout: Layout
+    recipe: Recipe
+    groups: Groups
+    device: str = "cpu"
+    """``"cpu"``: ranks talk as gloo's do and the model as it comes counts. Else: as NCCL's do, and the model comes from
+    the host."""
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run found, on one rank."""
+
+    peaks: dict[str, Reading]
+    """The highest reading of each phase."""
+    rest: dict[str, int]
+    """Bytes by category after a step."""
+    sent_bytes_per_step: int
+
+    @property
+    def highest(self) -> Reading:
+        """The peak."""
+        return max(self.peaks.values(), key=lambda reading: reading.total)
+
+
+class _DryStepper(Stepper):
+    """Agrees with ranks that hold what this one holds."""
+
+    def _agree(self, weight: float) -> tuple[float, float, dict[str, bool]]:
+        names, flags = [], []
+        for gradients in self._gradients:
+            names += [slot.name for slot in gradients.flat.layout.slots]
+            flags += gradients.present
+        self._local_square()
+        self._transport.exchange(torch.zeros(2 + len(flags) // 48, dtype=torch.float64), "dry run")
+        return 1.0, weight * self._transport.world, dict(zip(names, flags, strict=True))
+
+
+def dry_run(rehearsal: Rehearsal) -> DryRun:
+    """Run the engine without values until its steps are alike, and say where memory went.
+
+    Raises:
+        PlanError: the model cannot be run on fake tensors.
+    """
+    meter = LiveBytes(scalar=_answer)
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        model = rehearsal.make_model()
+        (meter.ignore if rehearsal.device != "cpu" else _as_params(meter))(model.parameters())
+        with meter:
+            return _rehearse(rehearsal, model, meter)
+
+
+def _rehearse(rehearsal: Rehearsal, model: nn.Module, meter: LiveBytes) -> DryRun:
+    plan = rehearsal.plan
+    micro_batches = plan.step.accumulation if plan.reproducible else min(2, plan.step.accumulation)
+    shorter = replace(plan, step=replace(plan.step, accumulation=micro_batches, full_checks=False))
+    engine = _engine(rehearsal, shorter, model)
+    observer = Observer(meter)
+    observer.attach(engine)
+    counters = engine._live().transport.counters
+    try:
+        for _ in range(_STEPS):
+            sent = [_sent(counters)]
+            for _ in range(micro_batches):
+                observer.micro_batch(rehearsal.make_batch, rehearsal.loss_of)
+                sent.append(_sent(counters))
+    finally:
+        observer.detach()
+    rest = meter.reading().by_category
+    # The micro-batches between the first and the last send what the first sends.
+    between = (plan.step.accumulation - micro_batches) * (sent[1] - sent[0])
+    return DryRun(dict(meter.peaks.readings), rest, sent[-1] - sent[0] + between)
+
+
+def _engine(rehearsal: Rehearsal, plan: Plan, model: nn.Module) -> Engine:
+    transport = dry_transport(rehearsal.rank, plan.world, rehearsal.device)
+    parts = assemble(Site(model, plan, rehearsal.layout, transport, torch.device("cpu")))
+    pieces = make_pieces(parts.units, whole=needs_whole_parameters(recipe_class(rehearsal.recipe)))
+    optimizer = build_optimizer(rehearsal.recipe, rehearsal.groups, pieces)
+    stepper = _DryStepper(parts.units, pieces, optimizer, transport, plan)
+    return Engine(model, plan, rehearsal.layout, parts, optimizer, stepper, MemoryMeter("cpu"))
+
+
+def _sent(counters: Any) -> int:
+    return sum(traffic.bytes for traffic in counters.traffic.values())
+
+
+def _as_params(meter: LiveBytes) -> Callable[[Sequence[torch.Tensor]], None]:
+    return lambda tensors: meter.assign("params", tensors)
+
+
+def _answer(tensor: torch.Tensor) -> Any:
+    """The value of a tensor that has none: as few branches as possible should depend on it."""
+    if tensor.dtype == torch.bool:
+        return False
+    return 1.0 if tensor.dtype.is_floating_point else 1
