@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardledger.layout.build import Layout
 from shardledger.plan.plan import Plan
-from shardledger.runtime.assemble import assemble, take_apart
+from shardledger.runtime.assemble import Parts, assemble
 from shardledger.runtime.engine import Engine
 from shardledger.runtime.observe import Observer
 from shardledger.runtime.optimizer import (
@@ -29,7 +30,7 @@ from shardledger.runtime.optimizer import (
     recipe_class,
 )
 from shardledger.runtime.placement import Site
-from shardledger.runtime.step import Stepper
+from shardledger.runtime.step import FLAGS_PER_NUMBER, Stepper
 from shardledger.telemetry.live import LiveBytes, Reading
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport.dry import dry_transport
@@ -72,6 +73,16 @@ class DryRun:
         return max(self.peaks.values(), key=lambda reading: reading.total)
 
 
+class _DryEngine(Engine):
+    """Takes its own order of reductions for rank 0's."""
+
+    def _agree_on_order(self, parts: Parts) -> None:
+        mine = parts.schedule.reduce_order
+        super()._agree_on_order(parts)  # what it allocates and sends counts; what it receives has no values
+        seen = [unit for unit in parts.schedule.completed if unit in mine]
+        parts.schedule.reduce_order = (*seen, *(unit for unit in mine if unit not in seen))
+
+
 class _DryStepper(Stepper):
     """Agrees with ranks that hold what this one holds."""
 
@@ -81,7 +92,7 @@ class _DryStepper(Stepper):
             names += [slot.name for slot in gradients.flat.layout.slots]
             flags += gradients.present
         self._local_square()
-        self._transport.exchange(torch.zeros(2 + len(flags) // 48, dtype=torch.float64), "dry run")
+        self._transport.exchange(torch.zeros(2 + ceil(len(flags) / FLAGS_PER_NUMBER), dtype=torch.float64), "dry run")
         return 1.0, weight * self._transport.world, dict(zip(names, flags, strict=True))
 
 
@@ -128,7 +139,7 @@ def _engine(rehearsal: Rehearsal, plan: Plan, model: nn.Module) -> Engine:
     pieces = make_pieces(parts.units, whole=needs_whole_parameters(recipe_class(rehearsal.recipe)))
     optimizer = build_optimizer(rehearsal.recipe, rehearsal.groups, pieces)
     stepper = _DryStepper(parts.units, pieces, optimizer, transport, plan)
-    return Engine(model, plan, rehearsal.layout, parts, optimizer, stepper, MemoryMeter("cpu"))
+    return _DryEngine(model, plan, rehearsal.layout, parts, optimizer, stepper, MemoryMeter("cpu"))
 
 
 def _sent(counters: Any) -> int:

@@ -73,9 +73,7 @@ class Observer:
         """The optimizer may have made states: say what they are."""
         assert self._engine is not None
         states = self._engine.optimizer.state.values()
-        self.meter.assign(
-            "optimizer", [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
-        )
+        self.meter.assign("optimizer", [t for state in states for t in state.values() if isinstance(t, torch.Tensor)])
 
     @property
     def peaks(self) -> Peaks:
