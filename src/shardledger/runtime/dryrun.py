@@ -17,7 +17,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardledger.layout.build import Layout
+from shardledger.ledger import OptimizerBytes
 from shardledger.plan.plan import Plan
+from shardledger.plan.roles import Role
 from shardledger.runtime.assemble import Parts, assemble
 from shardledger.runtime.engine import Engine
 from shardledger.runtime.observe import Observer
@@ -35,6 +37,7 @@ from shardledger.telemetry.live import LiveBytes, Reading
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport.dry import dry_transport
 
+_MOST_CUTS = 8
 _STEPS = 2
 """In the first the optimizer makes its states and the schedule learns the order of units; the second is like the rest."""
 
@@ -65,6 +68,10 @@ class DryRun:
     """The highest reading of each phase."""
     rest: dict[str, int]
     """Bytes by category after a step."""
+    timeline: tuple[tuple[str, str, int], ...]
+    """One step: phase, unit and most bytes of every stay of the program in a unit, in order."""
+    optimizer_bytes: OptimizerBytes
+    """What the optimizer keeps per element and piece."""
     sent_bytes_per_step: int
 
     @property
@@ -121,6 +128,7 @@ def _rehearse(rehearsal: Rehearsal, model: nn.Module, meter: LiveBytes) -> DryRu
     counters = engine._live().transport.counters
     try:
         for _ in range(_STEPS):
+            meter.peaks.timeline.clear()
             sent = [_sent(counters)]
             for _ in range(micro_batches):
                 observer.micro_batch(rehearsal.make_batch, rehearsal.loss_of)
@@ -130,16 +138,53 @@ def _rehearse(rehearsal: Rehearsal, model: nn.Module, meter: LiveBytes) -> DryRu
     rest = meter.reading().by_category
     # The micro-batches between the first and the last send what the first sends.
     between = (plan.step.accumulation - micro_batches) * (sent[1] - sent[0])
-    return DryRun(dict(meter.peaks.readings), rest, sent[-1] - sent[0] + between)
+    extra = _step_counters(engine)
+    rest["optimizer"] += extra
+    return DryRun(
+        peaks={phase: _with(reading, extra) for phase, reading in meter.peaks.readings.items()},
+        rest=rest,
+        timeline=tuple((phase, unit, nbytes + extra) for phase, unit, nbytes in meter.peaks.timeline),
+        optimizer_bytes=engine._account.optimizer_bytes,
+        sent_bytes_per_step=sent[-1] - sent[0] + between,
+    )
 
 
 def _engine(rehearsal: Rehearsal, plan: Plan, model: nn.Module) -> Engine:
     transport = dry_transport(rehearsal.rank, plan.world, rehearsal.device)
     parts = assemble(Site(model, plan, rehearsal.layout, transport, torch.device("cpu")))
-    pieces = make_pieces(parts.units, whole=needs_whole_parameters(recipe_class(rehearsal.recipe)))
+    whole = needs_whole_parameters(recipe_class(rehearsal.recipe)) or _too_many_pieces(plan)
+    pieces = make_pieces(parts.units, whole=whole)
     optimizer = build_optimizer(rehearsal.recipe, rehearsal.groups, pieces)
     stepper = _DryStepper(parts.units, pieces, optimizer, transport, plan)
     return _DryEngine(model, plan, rehearsal.layout, parts, optimizer, stepper, MemoryMeter("cpu"))
+
+
+def _too_many_pieces(plan: Plan) -> bool:
+    """Whether parameters stay in one that a run would cut where the shards of other stages end.
+
+    A cut costs a step counter, which is added afterwards, and a run of Python for each piece, which is not.
+    """
+    return plan.world > _MOST_CUTS and not plan.is_sharded(Role.OPTIM)
+
+
+def _step_counters(engine: Engine) -> int:
+    """Bytes of the step counters of the pieces that were not cut."""
+    if not _too_many_pieces(engine.plan) or engine._account.optimizer_bytes.whole:
+        return 0
+    pieces = slots = 0
+    for flat in engine.layout.flats:
+        if flat.trainable:
+            pieces += sum(1 for rank in range(flat.world) for _ in flat.pieces(rank))
+            slots += sum(slot.numel > 0 for slot in flat.slots)
+    return (pieces - slots) * engine._account.optimizer_bytes.per_piece
+
+
+def _with(reading: Reading, extra: int) -> Reading:
+    """A reading with more bytes of optimizer states."""
+    if reading.phase == "init" or not extra:
+        return reading
+    by_category = {**reading.by_category, "optimizer": reading.by_category["optimizer"] + extra}
+    return replace(reading, total=reading.total + extra, by_category=by_category)
 
 
 def _sent(counters: Any) -> int:

@@ -46,6 +46,7 @@ class Observer:
         self.meter.assign("params", (b for b in engine.module.buffers()))
         self.meter.reattribute = partial(_pending, parts.units)
         self.note_states()
+        self.meter.born()
 
     def detach(self) -> None:
         """Take the hooks away; the transport stays wrapped."""

@@ -66,9 +66,14 @@ class Scope:
 
 @dataclass
 class Peaks:
-    """The highest reading of each phase."""
+    """The highest moments so far."""
 
     readings: dict[str, Reading] = field(default_factory=dict)
+    """The highest reading of each phase."""
+    timeline: list[tuple[str, str, int]] = field(default_factory=list)
+    """Phase, unit and most bytes of every stay of the program in a unit, in order."""
+    birth: list[tuple[_Storage, int]] = field(default_factory=list)
+    """What was alive at the highest moment of ``init``, when nothing had a meaning yet, and its bytes."""
 
     @property
     def highest(self) -> Reading:
@@ -144,9 +149,18 @@ class LiveBytes(TorchDispatchMode):
                 storage = known.reference()
                 if storage is not None:
                     self._resize(known, storage.nbytes())
-        before = self.peaks.readings.get(self.scope.phase)
+        peaks, phase, unit = self.peaks, self.scope.phase, self.scope.unit
+        before = peaks.readings.get(phase)
         if before is None or self.total >= before.total:
-            self.peaks.readings[self.scope.phase] = self.reading()
+            peaks.readings[phase] = self.reading()
+            if phase == "init":
+                peaks.birth = [(known, known.nbytes) for known in self._storages.values()]
+        line = peaks.timeline
+        if line and line[-1][0] == phase and line[-1][1] == unit:
+            if self.total > line[-1][2]:
+                line[-1] = (phase, unit, self.total)
+        else:
+            line.append((phase, unit, self.total))
 
     def reading(self) -> Reading:
         """What is alive now."""
@@ -155,6 +169,14 @@ class LiveBytes(TorchDispatchMode):
             by_category[source] -= nbytes
             by_category[target] += nbytes
         return Reading(self.total, by_category, self.scope.phase, self.scope.unit)
+
+    def born(self) -> None:
+        """Everything made in ``init`` has been assigned: say what its highest moment was made of."""
+        reading = self.peaks.readings.get("init")
+        if reading is not None:
+            for category in CATEGORIES:
+                reading.by_category[category] = sum(n for known, n in self.peaks.birth if known.category == category)
+        self.peaks.birth = []
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
