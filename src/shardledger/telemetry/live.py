@@ -99,7 +99,7 @@ class LiveBytes(TorchDispatchMode):
         self._storages: dict[int, _Storage] = {}
         self._elastic: dict[int, _Storage] = {}
         """Storages that are emptied and refilled while they live."""
-        self._ignored: set[int] = set()
+        self._elsewhere: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._scalar = scalar
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,7 +134,10 @@ class LiveBytes(TorchDispatchMode):
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave out what lies on another device."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._ignored.update(tensor.untyped_storage()._cdata for tensor in tensors)
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                # Marked by its object: its address may belong to another storage once it is freed.
+                self._elsewhere.add(storage)
 
     def enter(self, phase: str) -> None:
         """A phase begins."""
@@ -203,7 +206,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> _Storage | None:
         key = storage._cdata
-        if key in self._ignored:
+        if storage in self._elsewhere:
             return None
         category = self.scope.category()
         known = _Storage(None, storage.nbytes(), category)
