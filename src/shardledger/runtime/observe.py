@@ -35,8 +35,7 @@ class Observer:
         parts.transport = parts.executor._transport = engine._stepper._transport = transport
         for unit in parts.units:
             for flat in unit.flats:
-                sharded = flat.layout.param_sharded
-                self.meter.assign("communication" if sharded else "params", [flat.full], elastic=sharded)
+                self.meter.assign("communication" if flat.layout.param_sharded else "params", [flat.full])
                 for tensor in (flat.shard, flat.master):
                     if tensor is not None:
                         self.meter.assign("params" if tensor.dtype == flat.dtype else "master", [tensor])

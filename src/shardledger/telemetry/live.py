@@ -37,7 +37,7 @@ class Reading:
 class _Storage:
     """One live storage."""
 
-    reference: Any
+    reference: Any  # keeps the callback of its death alive
     nbytes: int
     category: str
 
@@ -97,8 +97,7 @@ class LiveBytes(TorchDispatchMode):
         self.by_category = dict.fromkeys(CATEGORIES, 0)
         self.reattribute: Callable[[], dict[tuple[str, str], int]] = dict
         self._storages: dict[int, _Storage] = {}
-        self._elastic: dict[int, _Storage] = {}
-        """Storages that are emptied and refilled while they live."""
+        self._resizes: list[Any] = []
         self._elsewhere: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._scalar = scalar
 
@@ -114,11 +113,30 @@ class LiveBytes(TorchDispatchMode):
         self.sample()
         return result
 
-    def assign(self, category: str, tensors: Iterable[torch.Tensor], *, elastic: bool = False) -> None:
-        """Say what the storages of ``tensors`` are for, whether seen before or not.
+    def __enter__(self) -> LiveBytes:
+        """Count from now on."""
+        resize = torch.UntypedStorage.resize_
 
-        ``elastic`` ones are emptied and refilled while they live.
-        """
+        def resized(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            known = self._storages.get(storage._cdata)
+            if known is not None:
+                self._resize(known, storage.nbytes())
+                self.sample()
+
+        # The one way to give memory back that no operator shows: gathered parameters are released by it.
+        self._resizes.append(resize)
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        """Stop counting."""
+        torch.UntypedStorage.resize_ = self._resizes.pop()  # type: ignore[method-assign]
+        super().__exit__(*args)
+
+    def assign(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Say what the storages of ``tensors`` are for, whether seen before or not."""
         with torch._C.DisableTorchFunctionSubclass():
             for tensor in tensors:
                 storage = tensor.untyped_storage()
@@ -128,8 +146,6 @@ class LiveBytes(TorchDispatchMode):
                 self.by_category[known.category] -= known.nbytes
                 known.category = category
                 self.by_category[category] += known.nbytes
-                if elastic:
-                    self._elastic[storage._cdata] = known
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave out what lies on another device."""
@@ -147,16 +163,11 @@ class LiveBytes(TorchDispatchMode):
 
     def sample(self) -> None:
         """Take a reading; keep it when it is the highest of its phase."""
-        for known in self._elastic.values():
-            if known.nbytes:  # an empty one that fills is touched by an operator next
-                storage = known.reference()
-                if storage is not None:
-                    self._resize(known, storage.nbytes())
         peaks, phase, unit = self.peaks, self.scope.phase, self.scope.unit
         before = peaks.readings.get(phase)
         if before is None or self.total >= before.total:
             peaks.readings[phase] = self.reading()
-            if phase == "init":
+            if phase == "init" and (before is None or self.total > before.total):
                 peaks.birth = [(known, known.nbytes) for known in self._storages.values()]
         line = peaks.timeline
         if line and line[-1][0] == phase and line[-1][1] == unit:
@@ -215,7 +226,6 @@ class LiveBytes(TorchDispatchMode):
         def freed(_: Any) -> None:
             gone = storages.pop(key, None)
             if gone is not None:
-                self._elastic.pop(key, None)
                 self.total -= gone.nbytes
                 self.by_category[gone.category] -= gone.nbytes
 
