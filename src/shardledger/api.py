@@ -21,6 +21,7 @@ from shardledger.runtime.assemble import Parts, assemble, take_apart
 from shardledger.runtime.describe import describe
 from shardledger.runtime.engine import Engine
 from shardledger.runtime.gathered import refuse_owned
+from shardledger.runtime.last_words import part_with
 from shardledger.runtime.optimizer import (
     OptimizerRecipe,
     build_optimizer,
@@ -117,7 +118,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         made = build_optimizer(recipe, groups, pieces)
         engine = Engine(model, plan, layout, parts, made, Stepper(parts.units, pieces, made, transport, plan), meter)
         engine.lr_scheduler = _scheduler(settings, lr_scheduler, made)
-    except BaseException:
+    except BaseException as error:
+        part_with(transport, error)
         if parts is not None:
             take_apart(parts)
         if created:
