@@ -58,6 +58,16 @@ class RankResult:
         return self.predicted["total"] / self.measured["total"] - 1
 
 
+def print_verification(wanted: Verification, results: Sequence[RankResult]) -> None:
+    """The table of the worst rank, and the error of all."""
+    from shardledger.cli.ledger import print_comparison
+
+    what = f"stage {wanted.stage}{', recomputation' if wanted.checkpointing else ''}, micro-batch {wanted.micro_batch}"
+    title = f"{wanted.steps} real steps of {wanted.model} on {wanted.world} rank(s), {what}: live bytes at the peak"
+    print_comparison([{"predicted": r.predicted, "measured": r.measured} for r in results], title=title)
+    print(f"peak predicted in {results[0].predicted_at}, measured in {results[0].measured_at}")
+
+
 def verify(wanted: Verification) -> list[RankResult]:
     """Run, count and predict; results by rank.
 
@@ -84,7 +94,7 @@ def verify_rank(file: Path) -> None:
         from shardledger.cli.guard import guard_rank
 
         guard_rank()
-    from shardledger.forecast import Question, base_config, model_maker, variant
+    from shardledger.forecast import Question, base_config, variant
 
     wanted = Verification(**json.loads(file.read_text(encoding="utf-8")))
     question = Question(
@@ -129,9 +139,7 @@ def measure(question: Question, config: Config, steps: int) -> tuple[Reading, An
         engine, *_ = shardledger.initialize(model=made, config=config.to_dict(), device="cpu")
         observer.attach(engine)
         for _ in range(steps * config.gradient_accumulation_steps):
-            observer.micro_batch(
-                lambda: make_batch(question, config.train_micro_batch_size_per_gpu), loss_of
-            )
+            observer.micro_batch(lambda: make_batch(question, config.train_micro_batch_size_per_gpu), loss_of)
     observer.detach()
     if not engine.was_step_applied():
         raise ConfigError("the verification's steps were skipped: gradients of its blank batches are not finite.")
@@ -151,7 +159,9 @@ def _numbers(reading: Reading) -> list[float]:
     from shardledger.telemetry.live import PHASES
 
     return [
-        *(float(reading.by_category[c]) for c in CATEGORIES), float(reading.total), float(PHASES.index(reading.phase))
+        *(float(reading.by_category[c]) for c in CATEGORIES),
+        float(reading.total),
+        float(PHASES.index(reading.phase)),
     ]
 
 
