@@ -1,4 +1,4 @@
-"""``shardledger demo | train | check | env``: options, and which exit code an error becomes.
+"""``shardledger demo | train | check | plan | env``: options, and which exit code an error becomes.
 
 torch takes seconds to import, so only the bodies of commands import it.
 """
@@ -14,6 +14,7 @@ from typing import Annotated, Optional
 import typer
 
 from shardledger.cli.exits import report_and_exit
+from shardledger.cli.plan_command import plan
 from shardledger.cli.settings import Options
 
 app = typer.Typer(
@@ -136,6 +137,9 @@ def check(
         start_check(settings, tolerance, _arguments(context))
 
     _guarded(body)
+
+
+app.command()(plan)
 
 
 @app.command()
