@@ -12,12 +12,16 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from shardledger.config import Config, load_config
-from shardledger.errors import ConfigError, RanksDisagreeError
+from shardledger.errors import ConfigError, DoesNotFitError, RanksDisagreeError
 from shardledger.layout.build import build_layout
+from shardledger.ledger.bounds import Bounds
 from shardledger.plan.build import build_plan
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Role
+from shardledger.plan.spec import ModelSpec
+from shardledger.plan.stages import at_every_stage
 from shardledger.runtime.assemble import Parts, assemble, take_apart
+from shardledger.runtime.census import probe_recipe
 from shardledger.runtime.describe import describe
 from shardledger.runtime.engine import Engine
 from shardledger.runtime.gathered import refuse_owned
@@ -87,6 +91,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     Raises:
         ConfigError: the configuration or an argument is wrong; raised before anything is allocated.
         PlanError: the model cannot be laid out.
+        DoesNotFitError: states and the largest unit alone exceed ``shardledger.device_memory``, or what CUDA has free;
+            raised before anything is allocated.
         RanksDisagreeError: ranks were given different models or configurations.
     """
     if not isinstance(model, nn.Module):
@@ -102,12 +108,14 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     plan = build_plan(settings, spec, world=place.world)
     check_recipe(recipe, sharded=plan.is_sharded(Role.OPTIM))
     layout = build_layout(plan, spec)
+    bounds = _bounds(settings, spec, place, recipe)
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     transport, created = join(place, target, settings.shardledger.timeout_s, may_create=dist_init_required is not False)
     _pin(plan, target)
     parts: Parts | None = None
     try:
         _compare(plan, transport)
+        _refuse_what_cannot_fit(bounds, settings, target, model, transport)
         meter = MemoryMeter(target)
         wanted = _Wanted(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
         names = parameter_names(model)
@@ -123,10 +131,48 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         if created:
             leave()
         raise
+    parts.advise = bounds.advise
     parts.on_destroy = leave if created else None
     engine.config = settings
     engine.training_dataloader = _loader(wanted, settings, plan, transport)
     return engine, made, engine.training_dataloader, engine.lr_scheduler
+
+
+def _bounds(settings: Config, spec: ModelSpec, place: Place, recipe: Any) -> Bounds:
+    return Bounds(
+        stage=settings.zero_optimization.stage,
+        rank=place.rank,
+        model=spec,
+        optimizer=probe_recipe(recipe),
+        make_plans=lambda: at_every_stage(settings, spec, world=place.world),
+    )
+
+
+def _refuse_what_cannot_fit(
+    bounds: Bounds, settings: Config, device: torch.device, model: nn.Module, transport: Transport
+) -> None:
+    """Before anything is allocated: a plan whose states alone are too large is refused, on all ranks together.
+
+    Raises:
+        DoesNotFitError: with the bytes by category and what would help.
+    """
+    budget, where = settings.shardledger.device_memory, "shardledger.device_memory"
+    if budget is None and device.type == "cuda":
+        where = f"free on {device}"
+        budget = torch.cuda.mem_get_info(device)[0]
+        budget += sum(p.numel() * p.element_size() for p in model.parameters() if p.device == device)
+    if budget is None:
+        return
+    short = torch.tensor([max(0, bounds.row.total - budget)], dtype=torch.float64)
+    missing = [row[0] for row in transport.exchange(short, "comparison with the device memory").tolist()]
+    ranks = [rank for rank, bytes_missing in enumerate(missing) if bytes_missing]
+    if not ranks:
+        return
+    if transport.rank not in ranks:
+        raise DoesNotFitError(
+            f"rank {transport.rank}: the plan does not fit the device of ranks {ranks}; they say why."
+        )
+    raise DoesNotFitError(bounds.refusal(budget, where))
 
 
 def _settings(args: Any, config: Any, config_params: Any, place: Place) -> Config:

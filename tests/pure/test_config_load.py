@@ -245,3 +245,15 @@ def test_our_own_section_has_its_defaults_in_one_place() -> None:
 def test_reading_a_configuration_needs_no_torch() -> None:
     program = "import sys, shardledger.config as c; c.load_config({}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+@pytest.mark.parametrize("written", ["22GiB", "22GB", 22_000_000_000, "600KiB"])
+def test_memory_sizes_are_read_and_written_out_so_that_they_load_again(written):
+    config = load_config({"shardledger": {"device_memory": written}})
+    assert load_config(config.to_dict()) == config
+    assert config.to_dict()["shardledger"]["device_memory"] == f"{config.shardledger.device_memory}B"
+
+
+def test_a_memory_size_with_a_forgotten_unit_is_refused():
+    with pytest.raises(ConfigError, match="shardledger.device_memory = 22.*did you mean 22GiB"):
+        load_config({"shardledger": {"device_memory": 22}})

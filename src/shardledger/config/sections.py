@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from shardledger.config.section import Section
-from shardledger.config.values import Count, DtypeName, Flag, Number, Positive, Whole
+from shardledger.config.values import ByteSize, Count, DtypeName, Flag, Number, Positive, Whole
 
 _PLAN: dict[str, Any] = {"auto": "plan"}
 _PLAN_STAGE_3: dict[str, Any] = {"auto": "plan", "from_stage": 3}
@@ -227,3 +227,8 @@ class ShardledgerSection(Section):
     )
     lenient: Flag = Field(False, description="unknown keys are warnings instead of errors")
     prefetch: Flag = Field(True, description="gather the next unit while this one computes (stage 3)")
+    device_memory: ByteSize | None = Field(
+        None,
+        description="memory of one rank's device, as 80GiB; a plan that cannot fit is refused before anything is allocated",
+        json_schema_extra={"bytes": True},
+    )
