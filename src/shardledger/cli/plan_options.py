@@ -50,6 +50,7 @@ class Hardware:
     """What the options say about machines, in numbers."""
 
     device_memory: int | None
+    memory_budget: int | None
     host_memory: int | None
     ranks_per_machine: int
     bandwidth: float | None
@@ -60,6 +61,7 @@ def hardware_of(options: PlanOptions) -> Hardware:
     """Read every amount. Raises ConfigError that names the option."""
     return Hardware(
         device_memory=read("--device-memory", options.device_memory, byte_size),
+        memory_budget=read("--memory-budget", options.memory_budget, byte_size),
         host_memory=read("--host-memory", options.host_memory, byte_size),
         ranks_per_machine=options.per_machine or min(options.world, DEFAULT_RANKS_PER_MACHINE),
         bandwidth=read("--bandwidth", options.bandwidth, bandwidth),

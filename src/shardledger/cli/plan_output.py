@@ -13,7 +13,7 @@ from shardledger.ledger.recommend import Recommendation, describe
 from shardledger.ledger.row import Row
 
 
-def finish(rows: Sequence[Row], answer: Recommendation | None, situation: Situation | None) -> None:
+def finish(answer: Recommendation | None, situation: Situation | None) -> None:
     """End with the right exit code. Raises DoesNotFitError when there is an answer and it is that nothing fits."""
     if answer is None or answer.row is not None or situation is None:
         return
@@ -72,3 +72,14 @@ def _headline(answer: Recommendation) -> str:
     if answer.row is None:
         return "nothing fits"
     return describe(answer.row) + (", LoRA adapters" if answer.adapters else "")
+
+
+def aligned(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need, numbers to the right; the second column (a name) to the left."""
+    widths = [max(len(line[i]) for line in [columns, *lines]) for i in range(len(columns))]
+
+    def one(line: Sequence[str]) -> str:
+        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([one(columns), *map(one, lines)])

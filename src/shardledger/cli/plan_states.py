@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardledger.cli.plan_options import Hardware, PlanOptions, one_of, parameter_count
-from shardledger.cli.plan_output import answer_json, finish, print_json, row_json, sentences
-from shardledger.cli.plan_write import write_config
+from shardledger.cli.plan_output import aligned, answer_json, finish, print_json, row_json, sentences
+from shardledger.cli.plan_write import fresh_base, write_config
 from shardledger.ledger.account import (
     OPTIMIZER_BYTES,
     PRECISION_BYTES,
@@ -49,8 +49,8 @@ def plan_states(options: PlanOptions, hardware: Hardware) -> None:
         if answer is not None:
             print()
             print(sentences(answer))
-    write_config(options, answer, quiet=options.json)
-    finish(rows, answer, situation)
+    write_config(options.write, answer, fresh_base(options), quiet=options.json)
+    finish(answer, situation)
 
 
 def states_of(options: PlanOptions) -> States:
@@ -133,17 +133,6 @@ def states_text(
         line += ["yes" if fits(row, situation) else "no"] if situation else []
         lines.append(line)
     return f"{head}\n{aligned(columns, lines)}\n\n{_footnote(states)}"
-
-
-def aligned(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need, numbers to the right; the second column (a name) to the left."""
-    widths = [max(len(line[i]) for line in [columns, *lines]) for i in range(len(columns))]
-
-    def one(line: Sequence[str]) -> str:
-        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join([one(columns), *map(one, lines)])
 
 
 def _footnote(states: States) -> str:
