@@ -291,7 +291,7 @@ def _slow_link(rows: Rows, situation: Situation) -> str:
     """A sentence when the link between ranks is too slow for stage 3, else ''."""
     if situation.bandwidth is None or situation.world == 1:
         return ""
-    gbs = f"{situation.bandwidth / 1e9:g} GB/s"
+    gbs = f"{situation.bandwidth / 1e9:.3g} GB/s"
     where = "On one machine with" if situation.one_machine else "With"
     found = rows.get(3, "none", False)
     if situation.speed is not None and situation.tokens and found is not None:
