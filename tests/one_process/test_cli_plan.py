@@ -151,3 +151,24 @@ def test_the_headline_of_an_answer_without_a_row_says_nothing_fits():
     from shardledger.cli.plan_output import sentences
 
     assert sentences(Recommendation(row=None, reasons=("x",))).startswith("recommended: nothing fits")
+
+
+def test_this_machine_is_measured_in_numbers_that_can_be_given_back():
+    result = plan("--measure")
+    assert result.exit_code == 0, result.output
+    options = result.stdout.split("as options of plan: ")[1].split()
+    assert options[0] == "--bandwidth" and options[2] == "--flops"
+    # Between a slow and a fast CPU: 1 GFLOP/s to 100 TFLOP/s, 1 MB/s to 1 TB/s over loopback.
+    assert 1e9 < float(options[3]) < 1e14
+    assert 1e6 < float(options[1]) < 1e12
+    assert plan("--params", "7B", "--world", "4", "--device-memory", "58GiB", *options).exit_code == 0
+
+
+def test_a_link_that_cannot_be_measured_names_the_way_out(monkeypatch):
+    from shardledger.cli import measure
+
+    monkeypatch.setattr(measure.sys, "executable", "/bin/false")
+    monkeypatch.setattr(measure, "matmul_flops", lambda kind: 1e12)
+    result = plan("--measure")
+    assert result.exit_code == 1
+    assert "give --bandwidth instead" in result.output
