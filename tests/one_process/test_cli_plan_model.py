@@ -31,7 +31,7 @@ class Planner:
 
     def __call__(self, question):
         self.questions.append(question)
-        frozen = 0.995 if question.adapter_rank else 0.0
+        frozen = 0.995 if question.trainable != "all" else 0.0
         rows = rows_of(
             self.parameters,
             question.world,
@@ -103,7 +103,7 @@ def test_a_smaller_micro_batch_is_planned_before_it_is_recommended(capsys):
 def test_little_task_data_plans_adapters_as_well(capsys):
     planner = Planner()
     text = show(capsys, planner, device_memory="40GiB", task_samples=300)
-    assert [question.adapter_rank for question in planner.questions] == [None, 16]
+    assert [question.trainable for question in planner.questions] == ["all", "lora:r=16"]
     assert "LoRA adapters" in text and "300 samples are little" in text
 
 
@@ -223,3 +223,20 @@ def test_the_command_lines_batch_replaces_the_configs(tmp_path):
     assert (asked.micro_batch, asked.accumulation) == (4, 3)
     asked = question_of(replace(options(config=str(file)), micro_batch=2))
     assert (asked.micro_batch, asked.accumulation) == (2, 3)
+
+
+def test_a_budget_takes_the_cheapest_row_under_it(tmp_path, capsys):
+    target = tmp_path / "out.json"
+    text = show(capsys, device_memory=None, memory_budget="30GiB", write=str(target))
+    assert "recommended: stage 2, activations recomputed, micro-batch 8" in text
+    assert "memory budget 30.0 GiB" in text and "the next cheaper, stage 1, activations recomputed" in text
+    config = load_config(target, world=8)
+    assert (config.zero_optimization.stage, config.shardledger.activation_checkpointing) == (2, True)
+    assert not config.stage_is_open
+
+
+def test_a_budget_that_nothing_meets_is_exit_code_3_material(capsys):
+    asked = options(device_memory=None, memory_budget="3GiB")
+    with pytest.raises(DoesNotFitError, match="GiB of device memory per rank are missing"):
+        plan_model(asked, hardware_of(asked), Planner())
+    assert "what would help" in capsys.readouterr().out

@@ -10,9 +10,10 @@ from shardledger.cli.plan_options import Hardware, PlanOptions
 from shardledger.cli.plan_output import aligned, as_json, finish, print_json, sentences
 from shardledger.cli.plan_plot import check_plot, print_bars, write_plot
 from shardledger.cli.plan_write import Base, fresh_base, write_config
-from shardledger.errors import ConfigError
+from shardledger.errors import ConfigError, DoesNotFitError
 from shardledger.ledger.amounts import common_unit, gib, in_unit, parameters
 from shardledger.ledger.categories import CATEGORIES
+from shardledger.ledger.choose import cheapest, choice
 from shardledger.ledger.fit import Situation, fits
 from shardledger.ledger.plot import Moment
 from shardledger.ledger.recommend import Recommendation, recommend
@@ -20,6 +21,8 @@ from shardledger.ledger.row import Row
 from shardledger.ledger.traffic import step_time
 
 DEFAULT_SEQ_LEN = 1024
+ADAPTERS = "lora:r=16"
+"""What is planned when there is little data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +38,8 @@ class Question:
     micro_batch: int
     seq_len: int
     accumulation: int
-    adapter_rank: int | None = None
-    """Rank of LoRA adapters; None trains the model as it comes."""
+    trainable: str = "all"
+    """``all``: the model as it comes; ``lora:r=16``: adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,8 @@ class Planned:
     trained: int
     timeline: Sequence[Moment] = field(default=())
     """One step of the first row that was run."""
+    notes: Sequence[str] = field(default=())
+    """What could not be planned, and why."""
 
 
 Planner = Callable[[Question], Planned]
@@ -68,9 +73,12 @@ def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner | None
     planned = planner(question)
     situation = situation_of(question, planned, options, hardware)
     adapters = None
-    if situation.little_data and question.adapter_rank is None:
-        adapters = planner(replace(question, adapter_rank=DEFAULT_ADAPTER_RANK))
-    rows, answer = settle(question, planned, adapters, situation, planner)
+    if situation.little_data and question.trainable == "all":
+        adapters = planner(replace(question, trainable=ADAPTERS))
+    if hardware.memory_budget is not None:
+        rows, answer = list(planned.rows), within_budget(planned.rows, hardware.memory_budget)
+    else:
+        rows, answer = settle(question, planned, adapters, situation, planner)
     if options.json:
         print_json(as_json(rows, answer, situation))
     else:
@@ -78,6 +86,8 @@ def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner | None
         print()
         print(table(rows, situation))
         print()
+        for note in planned.notes:
+            print(f"note: {note}\n")
         print_bars(_worth_drawing(rows, answer, question), situation.device_memory, planned.timeline)
         print()
         print(sentences(answer))
@@ -86,9 +96,6 @@ def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner | None
     base = Base(content=question.written, micro_batch=question.micro_batch, accumulation=question.accumulation)
     write_config(options.write, answer, base, quiet=options.json)
     finish(answer, situation)
-
-
-DEFAULT_ADAPTER_RANK = 16
 
 
 def question_of(options: PlanOptions) -> Question:
@@ -101,6 +108,8 @@ def question_of(options: PlanOptions) -> Question:
     from shardledger.config.source import read_source
     from shardledger.workload.lora import parse_trainable
 
+    if options.trainable is not None:
+        parse_trainable(options.trainable)
     fresh = fresh_base(options).content
     written = fresh if options.config is None else read_source(options.config)[0]
     config = load_config(options.config or fresh, world=options.world, world_source="--world")
@@ -112,7 +121,7 @@ def question_of(options: PlanOptions) -> Question:
         micro_batch=options.micro_batch or config.train_micro_batch_size_per_gpu,
         seq_len=options.seq_len or DEFAULT_SEQ_LEN,
         accumulation=options.accumulation or config.gradient_accumulation_steps,
-        adapter_rank=parse_trainable(options.trainable) if options.trainable is not None else None,
+        trainable=options.trainable or "all",
     )
 
 
@@ -120,7 +129,7 @@ def situation_of(question: Question, planned: Planned, options: PlanOptions, har
     """What the plan must fit into. Raises ConfigError without device memory."""
     memory = hardware.memory_budget or hardware.device_memory
     if memory is None:
-        raise ConfigError("--model needs --device-memory, as in --device-memory 80GiB")
+        raise ConfigError("--model needs --device-memory, as in --device-memory 80GiB, or --memory-budget")
     return Situation(
         device_memory=memory,
         host_memory=hardware.host_memory,
@@ -150,9 +159,19 @@ def settle(
             question,
             micro_batch=answer.row.micro_batch,
             accumulation=question.accumulation * (question.micro_batch // answer.row.micro_batch),
-            adapter_rank=DEFAULT_ADAPTER_RANK if answer.adapters else question.adapter_rank,
+            trainable=ADAPTERS if answer.adapters else question.trainable,
         )
         (adapter_rows if answer.adapters else rows).extend(planner(smaller).rows)
+
+
+def within_budget(rows: Sequence[Row], budget: int) -> Recommendation:
+    """What ``"stage": "auto"`` chooses under this budget, as a recommendation."""
+    try:
+        row = cheapest(rows, budget)
+    except DoesNotFitError as error:
+        missing = min(row.total for row in rows if row.offload == "none") - budget
+        return Recommendation(row=None, reasons=(str(error),), missing_bytes=missing)
+    return Recommendation(row=row, reasons=(choice(row, rows, budget),))
 
 
 def heading(question: Question, planned: Planned, situation: Situation) -> str:
