@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardledger.cli.plan_model import Planned, plan_model, question_of
+from shardledger.cli.plan_model import plan_model, question_of
 from shardledger.cli.plan_options import PlanOptions, hardware_of
 from shardledger.cli.plan_plot import timeline_lines
+from shardledger.cli.plan_question import Planned
 from shardledger.config import load_config
 from shardledger.errors import ConfigError, DoesNotFitError
 from shardledger.ledger.categories import CATEGORIES

@@ -27,8 +27,9 @@ def run_plan(options: PlanOptions) -> None:
         plan_states(options, hardware)
     elif options.model is not None:
         from shardledger.cli.plan_model import plan_model
+        from shardledger.cli.plan_run import run_planner
 
-        plan_model(options, hardware)
+        plan_model(options, hardware, run_planner)
     else:
         from shardledger.cli.measure import print_measurement
 

@@ -2,63 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from shardledger.cli.plan_options import Hardware, PlanOptions
 from shardledger.cli.plan_output import aligned, as_json, finish, print_json, sentences
 from shardledger.cli.plan_plot import check_plot, print_bars, write_plot
+from shardledger.cli.plan_question import ADAPTERS, DEFAULT_SEQ_LEN, Planned, Planner, Question
 from shardledger.cli.plan_write import Base, fresh_base, write_config
 from shardledger.errors import ConfigError, DoesNotFitError
 from shardledger.ledger.amounts import common_unit, gib, in_unit, parameters
 from shardledger.ledger.categories import CATEGORIES
 from shardledger.ledger.choose import cheapest, choice
 from shardledger.ledger.fit import Situation, fits
-from shardledger.ledger.plot import Moment
 from shardledger.ledger.recommend import Recommendation, recommend
 from shardledger.ledger.row import Row
 from shardledger.ledger.traffic import step_time
 
-DEFAULT_SEQ_LEN = 1024
-ADAPTERS = "lora:r=16"
-"""What is planned when there is little data."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is planned, decided: the config is checked and in DeepSpeed's keys."""
-
-    model: str
-    world: int
-    config: Mapping[str, Any]
-    """Everything but the batch: ``micro_batch`` and ``accumulation`` replace what it says."""
-    written: Mapping[str, Any]
-    """The configuration as the user wrote it: what ``--write`` changes."""
-    micro_batch: int
-    seq_len: int
-    accumulation: int
-    trainable: str = "all"
-    """``all``: the model as it comes; ``lora:r=16``: adapters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """What the dry run says."""
-
-    rows: Sequence[Row]
-    parameters: int
-    trained: int
-    timeline: Sequence[Moment] = field(default=())
-    """One step of the first row that was run."""
-    notes: Sequence[str] = field(default=())
-    """What could not be planned, and why."""
-
-
-Planner = Callable[[Question], Planned]
-
-
-def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner | None = None) -> None:
+def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner) -> None:
     """Print the plan, recommend, draw, write.
 
     Raises:
@@ -68,8 +30,6 @@ def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner | None
     if options.plot is not None:
         check_plot(options.plot)
     question = question_of(options)
-    if planner is None:
-        from shardledger.cli.plan_run import run_planner as planner
     planned = planner(question)
     situation = situation_of(question, planned, options, hardware)
     adapters = None

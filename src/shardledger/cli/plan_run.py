@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardledger.cli.plan_model import Planned, Question
+from shardledger.cli.plan_question import Planned, Question
 
 
 def run_planner(question: Question) -> Planned:
