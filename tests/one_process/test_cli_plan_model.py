@@ -211,9 +211,9 @@ def test_a_wrong_config_is_refused_with_its_problems(tmp_path):
         question_of(options(config=str(file)))
 
 
-@pytest.mark.parametrize("trainable", ["lora", "lora:r=0", "qlora:r=8", "lora:16"])
+@pytest.mark.parametrize("trainable", ["lora:r=0", "qlora:r=8", "lora:16"])
 def test_a_wrong_trainable_is_a_lesson(trainable):
-    with pytest.raises(ConfigError, match="write lora:r=16"):
+    with pytest.raises(ConfigError, match="or lora:r=16"):
         question_of(options(trainable=trainable))
 
 

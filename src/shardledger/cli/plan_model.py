@@ -66,10 +66,10 @@ def question_of(options: PlanOptions) -> Question:
     """
     from shardledger.config import load_config
     from shardledger.config.source import read_source
-    from shardledger.workload.lora import parse_trainable
+    from shardledger.workload.adapters import adapter_rank
 
     if options.trainable is not None:
-        parse_trainable(options.trainable)
+        adapter_rank(options.trainable)
     fresh = fresh_base(options).content
     written = fresh if options.config is None else read_source(options.config)[0]
     config = load_config(options.config or fresh, world=options.world, world_source="--world")
