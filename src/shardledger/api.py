@@ -25,6 +25,7 @@ from shardledger.runtime.census import probe_recipe
 from shardledger.runtime.describe import describe
 from shardledger.runtime.engine import Engine
 from shardledger.runtime.gathered import refuse_owned
+from shardledger.runtime.last_words import part_with
 from shardledger.runtime.optimizer import (
     OptimizerRecipe,
     build_optimizer,
@@ -103,6 +104,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     settings = _settings(args, config, config_params, place)
     recipe = _recipe(settings, optimizer, trains=any(p.requires_grad for p in model.parameters()))
     target = _device(device, place)
+    if settings.stage_is_open:
+        settings = _decide(settings, model, place, target, _Wanted(None, None, None, training_data, collate_fn))
     refuse_owned(model)
     spec = describe(model)
     plan = build_plan(settings, spec, world=place.world)
@@ -125,7 +128,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         made = build_optimizer(recipe, groups, pieces)
         engine = Engine(model, plan, layout, parts, made, Stepper(parts.units, pieces, made, transport, plan), meter)
         engine.lr_scheduler = _scheduler(settings, lr_scheduler, made)
-    except BaseException:
+    except BaseException as error:
+        part_with(transport, error)
         if parts is not None:
             take_apart(parts)
         if created:
@@ -136,6 +140,17 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     engine.config = settings
     engine.training_dataloader = _loader(wanted, settings, plan, transport)
     return engine, made, engine.training_dataloader, engine.lr_scheduler
+
+
+def _decide(settings: Config, model: nn.Module, place: Place, device: torch.device, wanted: _Wanted) -> Config:
+    """The stage by the memory budget; rank 0 says which and why."""
+    from shardledger.budget import batch_of, decide  # the dry run needs half a second to import
+
+    batch = batch_of(wanted.training_data, wanted.collate_fn, settings.train_micro_batch_size_per_gpu)
+    decided = decide(settings, model, batch, world=place.world, device=device.type)
+    if place.rank == 0:
+        print(f"shardledger: {decided.resolutions[-1]}", flush=True)
+    return decided
 
 
 def _bounds(settings: Config, spec: ModelSpec, place: Place, recipe: Any) -> Bounds:

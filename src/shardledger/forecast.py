@@ -7,7 +7,7 @@ arithmetic on top of it. Nothing is allocated, no process group is made.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -41,8 +41,6 @@ DEFAULT_CONFIG: Mapping[str, Any] = {
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
-Batch = Sequence[Any] | Callable[[int], tuple[Any, ...]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
@@ -59,7 +57,8 @@ class Question:
     seq_len: int = 1024
     """Tokens per sample, for models that take tokens and targets."""
     batch: Any = None
-    """Arguments of one micro-batch of one sample... see ``make_batch``; None: int64 tokens and targets."""
+    """Positional arguments of the model for one micro-batch: tensors (their values do not matter), or a function that
+    returns them for a number of samples. None: int64 tokens and targets, both [micro-batch, seq_len]."""
     device: str = "cuda"
     """``"cuda"`` (ranks talk as NCCL's do, the model is made on the host) or ``"cpu"`` (gloo, and the model counts)."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
@@ -102,7 +101,7 @@ def forecast(question: Question) -> Forecast:
     """
     base = base_config(question)
     make_model = model_maker(question)
-    spec = _described(make_model)
+    spec = describe_model(make_model)
     rows: list[Row] = []
     notes: list[str] = []
     runs: dict[tuple[int, bool, int], Rehearsed] = {}
@@ -258,7 +257,8 @@ def _blank(value: Any) -> Any:
     return value
 
 
-def _described(make_model: Callable[[], nn.Module]) -> ModelSpec:
+def describe_model(make_model: Callable[[], nn.Module]) -> ModelSpec:
+    """The model as plain data, made without values."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         return describe(make_model())
 

@@ -126,16 +126,16 @@ class Config(BatchSizes, PrecisionChoice):
         """Whether the stage is still to be chosen by the memory budget; ``zero_optimization.stage`` says 0 until then."""
         return _STAGE in self._notes.auto
 
-    def decided(self, *, stage: int, activation_checkpointing: bool) -> Config:
+    def decided(
+        self, *, stage: int, activation_checkpointing: bool, why: str = "chosen by the memory budget"
+    ) -> Config:
         """The configuration with the stage that was open, and whether activations are recomputed, filled in."""
         zero = self.zero_optimization.model_copy(update={"stage": stage})
         changes = {"activation_checkpointing": activation_checkpointing, "memory_budget": None}
         own = self.shardledger.model_copy(update=changes)
-        why = (
-            f"zero_optimization.stage = {stage}, shardledger.activation_checkpointing = "
-            f"{str(activation_checkpointing).lower()} (chosen by the memory budget)"
-        )
-        notes = replace(self._notes, auto=self._notes.auto - {_STAGE}, resolutions=(*self.resolutions, why))
+        switch = str(activation_checkpointing).lower()
+        line = f"zero_optimization.stage = {stage}, shardledger.activation_checkpointing = {switch} ({why})"
+        notes = replace(self._notes, auto=self._notes.auto - {_STAGE}, resolutions=(*self.resolutions, line))
         return with_notes(self.model_copy(update={"zero_optimization": zero, "shardledger": own}), notes)
 
     def summary(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,6 +23,7 @@ from shardledger.runtime.clock import StepClock
 from shardledger.runtime.consolidate import full_state_dict, load_full_state_dict
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.gathered import announce, withdraw
+from shardledger.runtime.last_words import listen_for_the_end, part_with
 from shardledger.runtime.out_of_memory import telling_shortage
 from shardledger.runtime.step import Stepper, Window
 from shardledger.telemetry.memory import MemoryMeter
@@ -65,6 +67,7 @@ class Engine:
         self._progress.traffic_at_step = parts.transport.counters.snapshot()
         optimizer.register_step_pre_hook(self._guard_optimizer)
         announce(parts)
+        listen_for_the_end()
         self._set_boundary()
 
     # --- the training step ---------------------------------------------------------------------------------------
@@ -78,6 +81,7 @@ class Engine:
             self._checks.note_batch((args, kwargs))
         if self.plan.precision.cast_inputs:
             args, kwargs = cast_floats((args, kwargs), dtype_of(self.plan.precision.compute))
+        parts.enter("forward")
         try:
             with self._at("forward", parts), self._saved_tensors(parts), self._autocast():
                 return self.module(*args, **kwargs)
@@ -171,6 +175,7 @@ class Engine:
         if parts.unsynced:
             parts.executor.reduce_everything()
             parts.unsynced = False
+        parts.enter("step")
         first = progress.last is None
         window = Window(progress.window_weight, self.plan.step.clip_norm, progress.global_steps + 1)
         progress.end_window()
@@ -379,11 +384,24 @@ class Engine:
         self._set_boundary()
 
     def destroy(self) -> None:
-        """Detach from the module and free the engine's memory. Ends the process group if initialize made it."""
+        """Detach from the module and free the engine's memory. Ends the process group if initialize made it.
+
+        Collective: waits until every rank's engine ends. While an exception is handled it does not wait, but tells the
+        other ranks of the exception.
+
+        Raises:
+            RanksDisagreeError: another rank goes on to train (it had more batches, say).
+        """
         parts, self._parts = self._parts, None
         if parts is None:
             return
         withdraw(parts)
+        try:
+            part_with(parts.transport, sys.exc_info()[1])
+        finally:
+            self._take_apart(parts)
+
+    def _take_apart(self, parts: Parts) -> None:
         take_apart(parts)
         self._stepper.forget()
         self.optimizer.state.clear()
