@@ -44,17 +44,21 @@ def decide(
     if not config.stage_is_open or budget is None:
         return config
     recompute = (True,) if config.shardledger.activation_checkpointing else (False, True)
-    question = Question(
-        model=model, config=config, world=world, batch=tuple(batch), device=device, checkpointing=recompute
+    rows = rows_without_offload(
+        Question(model=model, config=config, world=world, batch=tuple(batch), device=device, checkpointing=recompute)
     )
+    row = cheapest(rows, budget)
+    return config.decided(stage=row.stage, activation_checkpointing=row.checkpointing, why=choice(row, rows, budget))
+
+
+def rows_without_offload(question: Question) -> list[Row]:
+    """Stage by recomputation, each for the rank that holds the most."""
     found = forecast(question)
-    rows = [
+    return [
         _of_the_heaviest_rank(row, found.runs[row.stage, row.checkpointing, row.micro_batch])
         for row in found.rows
         if row.offload == "none"
     ]
-    row = cheapest(rows, budget)
-    return config.decided(stage=row.stage, activation_checkpointing=row.checkpointing, why=choice(row, rows, budget))
 
 
 def _of_the_heaviest_rank(row: Row, made: Rehearsed) -> Row:

@@ -241,3 +241,31 @@ def test_a_budget_that_nothing_meets_is_exit_code_3_material(capsys):
     with pytest.raises(DoesNotFitError, match="GiB of device memory per rank are missing"):
         plan_model(asked, hardware_of(asked), Planner())
     assert "what would help" in capsys.readouterr().out
+
+
+def test_the_command_plans_a_model_of_a_size_no_laptop_holds_for_many_ranks(tmp_path):
+    from typer.testing import CliRunner
+
+    from shardledger.cli.main import app
+
+    file = tmp_path / "ds.json"
+    arguments = ["plan", "--model", "gpt:1m", "--world", "64", "--device-memory", "16MiB", "--seq-len", "32", "--json"]
+    result = CliRunner().invoke(app, [*arguments, "--write", str(file)])
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert {(row["stage"], row["offload"], row["checkpointing"]) for row in content["stages"]} == {
+        (stage, offload, checkpointing)
+        for stage in range(4)
+        for checkpointing in (False, True)
+        for offload in (
+            "none",
+            "optimizer:cpu",
+            "optimizer:nvme",
+            "optimizer:cpu+param:cpu",
+            "optimizer:nvme+param:nvme",
+        )
+        if stage == 3 or "param:" not in offload
+    }
+    for row in content["stages"]:
+        assert row["total"] == sum(row[category] for category in CATEGORIES)
+    assert content["recommended"]["stage"] == load_config(file, world=64).zero_optimization.stage > 0

@@ -250,7 +250,8 @@ def _blame(row: Row, situation: Situation) -> str | None:
     share = f"activations and temporaries are {gib(batch)} of it, states {gib(states)}"
     states_fit = states + row.framework <= situation.device_memory
     if batch > states or (states_fit and batch + row.framework > situation.device_memory):
-        return f"{head}: {share}. Every rank holds its own activations at every stage, so a higher stage is no cure."
+        cure = "so a higher stage is no cure" if row.stage < 3 else "so they must shrink before anything is moved away"
+        return f"{head}: {share}. Every rank holds its own activations at every stage, {cure}."
     if row.stage == 2 and states_fit:
         return (
             f"{head}: {share}. Parameters and all other states fit, so they need no stage 3; activations must shrink."

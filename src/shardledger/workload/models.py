@@ -92,11 +92,19 @@ def _user_factory(name: str, module_name: str, function_name: str) -> ModelFacto
 
 
 def _call(name: str, function: Callable[..., Any], seq_len: int) -> nn.Module:
+    given: dict[str, int] = {}
     try:
-        takes_seq_len = "seq_len" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some callables of C have no signature
-        takes_seq_len = False
-    model = function(seq_len=seq_len) if takes_seq_len else function()
+        signature = inspect.signature(function)
+        given = {"seq_len": seq_len} if "seq_len" in signature.parameters else {}
+        signature.bind(**given)
+    except TypeError as error:
+        raise ConfigError(
+            f"model {name!r}: it is called with {'seq_len alone' if given else 'no arguments'}, which it does not take: "
+            f"{error}. Name a function that returns the whole model."
+        ) from None
+    except ValueError:  # some callables of C have no signature
+        pass
+    model = function(**given)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {name!r}: it returned a value of type {type(model).__name__}, not a torch.nn.Module.")
     return model
