@@ -62,9 +62,8 @@ class Observer:
         inputs = batch()
         meter.assign("activations", tensors_in(inputs))
         loss = loss_of(engine(*inputs))
-        meter.enter("backward")
         engine.backward(loss)
-        meter.enter("step")
+        meter.enter("step")  # also where the engine takes none: between micro-batches
         engine.step()
         self.note_states()
         meter.sample()

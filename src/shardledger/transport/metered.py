@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardledger.telemetry.live import LiveBytes
+from shardledger.telemetry.live import PHASES, LiveBytes
 from shardledger.transport.port import ReduceHow, Transport, Work
 
 
@@ -17,6 +17,18 @@ class MeteredTransport:
         self.counters = inner.counters
         self._inner = inner
         self._meter = meter
+
+    @property
+    def where(self) -> str:
+        """See ``Transport.where``. Its phase is the counter's, too."""
+        return self._inner.where
+
+    @where.setter
+    def where(self, where: str) -> None:
+        self._inner.where = where
+        phase = where.rpartition(", ")[2]
+        if phase in PHASES and phase != self._meter.scope.phase:
+            self._meter.enter(phase)
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, how: ReduceHow) -> Work:
         """See ``Transport.reduce_scatter``."""
@@ -47,6 +59,14 @@ class MeteredTransport:
         """See ``Transport.exchange``."""
         with self._meter.communicating():
             return self._inner.exchange(values, label)
+
+    def close(self) -> None:
+        """See ``Transport.close``."""
+        self._inner.close()
+
+    def give_up(self, reason: str) -> None:
+        """See ``Transport.give_up``."""
+        self._inner.give_up(reason)
 
 
 class _MeteredWork(Work):
