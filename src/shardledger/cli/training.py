@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import shardledger
+from shardledger.cli.decide import decided_config
 from shardledger.cli.loop import TrainingLoop
 from shardledger.cli.settings import RunSettings
 from shardledger.telemetry import CATEGORIES, JsonLinesSink, RunFolder, SinkGroup, console_sink, print_ledger
@@ -46,7 +47,7 @@ def train(settings: RunSettings, folder: RunFolder, device: str) -> None:
     model = load_model(settings.model, settings.seq_len)
     description = describe_model(model, settings.model, settings.seq_len)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine, *_ = shardledger.initialize(model=model, config=dict(settings.config), device=device)
+    engine, *_ = shardledger.initialize(model=model, config=decided_config(settings, device), device=device)
     leads = engine.rank == 0
     if leads:
         folder.create()

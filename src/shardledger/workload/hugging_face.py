@@ -1,69 +1,63 @@
-"""Causal language models from a Hugging Face ``config.json``: the architecture, without weights.
-
-transformers is optional (``pip install shardledger[hf]``) and imported only here.
-"""
+"""A Hugging Face model from its ``config.json``, without weights: for planning, through transformers when installed."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from shardledger.errors import ConfigError
 
 
-class CausalModel(nn.Module):
-    """A transformers model under this package's convention: ``forward(tokens, targets)`` is the loss."""
+class CausalLoss(nn.Module):
+    """Calls a causal language model as the built-in ones are called: ``module(tokens, targets)`` is the loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        # Without use_cache=False every layer's keys and values stay alive until the output is dropped.
         loss: Tensor = self.model(input_ids=tokens, labels=targets, use_cache=False).loss
         return loss
 
 
-def is_config(name: str) -> bool:
-    """Whether a model's name is the path of a ``config.json``, or of a folder with one."""
-    return name.endswith(".json") or (Path(name) / "config.json").is_file()
+def is_hugging_face(name: str) -> bool:
+    """Whether a model's name is a path of a ``config.json``, or of a folder with one."""
+    path = Path(name)
+    return path.suffix == ".json" or (path / "config.json").is_file()
 
 
-def causal_model(name: str) -> Callable[[int], nn.Module]:
-    """A function that makes the model whose configuration lies at ``name``; its argument, the sequence length, has no
-    effect.
+def hugging_face_factory(name: str) -> Callable[[], nn.Module]:
+    """A function that builds the model with fresh weights on the default device.
 
     Raises:
-        ConfigError: transformers is not installed, the file cannot be read, or it describes no causal language model.
+        ConfigError: no such file, not a model's config, or transformers is not installed.
     """
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {name!r} cannot be read as a Hugging Face config.json: {error}.") from error
-    kind = raw.pop("model_type", None) if isinstance(raw, dict) else None
-    if not isinstance(kind, str):
-        raise ConfigError(f"model {name!r} is no Hugging Face config.json: it has no model_type.")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"model {name}: {path} cannot be read: {error.strerror or error}.") from None
+    except ValueError as error:
+        raise ConfigError(f"model {name}: {path} is not JSON: {error}.") from None
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise ConfigError(f"model {name}: {path} has no model_type: it is not a Hugging Face model's config.")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
+    except ImportError:
         raise ConfigError(
-            f"model {name!r}: planning a Hugging Face model needs transformers, which is not installed here ({error}). "
-            f"Install it with: pip install 'shardledger[hf]'."
-        ) from error
+            f"model {name}: a Hugging Face config is built by transformers, which is not installed; pip install "
+            f"'shardledger[hf]', or count states alone with --params."
+        ) from None
     try:
-        config: Any = AutoConfig.for_model(kind, **raw)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"model {name!r}: transformers refuses this configuration: {error}") from error
+        config = AutoConfig.for_model(**content)
+    except (KeyError, ValueError, TypeError) as error:
+        raise ConfigError(f"model {name}: transformers does not read {path}: {error}") from None
+    config.use_cache = False
 
-    def make(seq_len: int) -> nn.Module:
-        try:
-            return CausalModel(AutoModelForCausalLM.from_config(config))
-        except ValueError as error:
-            raise ConfigError(f"model {name!r} is no causal language model: {error}") from error
+    def build() -> nn.Module:
+        return CausalLoss(AutoModelForCausalLM.from_config(config))
 
-    return make
+    return build
