@@ -233,8 +233,8 @@ def report(rows: list[dict[str, Any]]) -> str:
         "operators of PyTorch, so they share a blind spot, the memory that kernels use inside; the allocator's own figures "
         "show its size.",
         "",
-        "| model | stage | ranks | recomputation | micro-batch | precision | predicted, bytes | counted, bytes | error | peak in "
-        "| allocator, bytes | error |",
+        "| model | stage | ranks | recomputation | micro-batch | precision | predicted, bytes | counted, bytes | error "
+        "| peak in | allocator, bytes | error |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in worst.values():

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from shardledger.config import Config, load_config
+from shardledger.config.quantities import byte_size
 from shardledger.errors import ConfigError, DoesNotFitError, RanksDisagreeError
 from shardledger.layout.build import build_layout
 from shardledger.ledger.bounds import Bounds
@@ -150,6 +151,8 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
     config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
     *,
     world_size: int,
+    device_memory: str | int | None = None,
+    host_memory: str | int | None = None,
     micro_batch: int | Sequence[int] | None = None,
     seq_len: int = 1024,
     batch: Any = None,
@@ -164,6 +167,8 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
         model: a module on any device, a function that returns one, or a name as on the command line.
         config: as for ``initialize``; its stage and offload are replaced by each in turn. None: bf16 and AdamW.
         world_size: ranks.
+        device_memory: of one device, ``"80GiB"`` or bytes; with it a choice is recommended.
+        host_memory: of one machine, for offload.
         micro_batch: samples per rank and micro-batch, or several to plan; None takes the configuration's.
         seq_len: tokens per sample, for models that are called with tokens and targets (int64 [B, T]).
         batch: the model's positional arguments for one micro-batch (values do not matter), or a function that returns
@@ -173,7 +178,8 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
             model counts.
 
     Returns:
-        ``rows``, one for each choice (``shardledger.ledger.row.Row``), and ``notes`` on what could not be planned.
+        ``rows``, one for each choice (``shardledger.ledger.row.Row``); ``recommended`` with its ``row`` and ``reasons``
+        (None without ``device_memory``); ``notes`` on what could not be planned.
 
     Raises:
         ConfigError: the configuration, the model's name or an argument is wrong.
@@ -194,8 +200,17 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
             batch=batch,
             trainable=trainable,
             device=device,
+            device_memory=_bytes("device_memory", device_memory),
+            host_memory=_bytes("host_memory", host_memory),
         )
     )
+
+
+def _bytes(name: str, amount: str | int | None) -> int | None:
+    try:
+        return None if amount is None else byte_size(amount)
+    except ValueError as error:
+        raise ConfigError(f"plan: {name}: {error}.") from None
 
 
 def _decide(settings: Config, model: nn.Module, place: Place, device: torch.device, wanted: _Wanted) -> Config:

@@ -20,7 +20,9 @@ from shardledger.config import Config, load_config
 from shardledger.errors import ConfigError, PlanError
 from shardledger.layout.build import Layout, build_layout
 from shardledger.ledger.categories import CATEGORIES
+from shardledger.ledger.fit import Situation
 from shardledger.ledger.offload import OFFLOADS, OFFLOADS_OF_SHARDED_PARAMS, offloaded
+from shardledger.ledger.recommend import Recommendation, recommend
 from shardledger.ledger.row import Row
 from shardledger.plan.build import build_plan
 from shardledger.plan.plan import Plan
@@ -66,6 +68,10 @@ class Question:
     """``"all"`` (as the model says) or ``"lora:r=16"``."""
     framework_bytes: int = 0
     """What the process has on the device before the model."""
+    device_memory: int | None = None
+    """Bytes of one device; None: nothing is recommended."""
+    host_memory: int | None = None
+    """Bytes of one machine."""
     rank: int = 0
 
 
@@ -89,6 +95,8 @@ class Forecast:
     """By stage, checkpointing and micro-batch."""
     notes: tuple[str, ...] = field(default=())
     """What could not be planned, and why."""
+    recommended: Recommendation | None = None
+    """What to take and why; None where no device memory was named."""
 
 
 def forecast(question: Question) -> Forecast:
@@ -118,7 +126,21 @@ def forecast(question: Question) -> Forecast:
                 rows += rows_of(question, found)
     if not rows:
         raise ConfigError(*notes)
-    return Forecast(spec, tuple(rows), runs, tuple(dict.fromkeys(notes)))
+    answer = None if question.device_memory is None else recommend(rows, situation_of(question, base, spec))
+    return Forecast(spec, tuple(rows), runs, tuple(dict.fromkeys(notes)), answer)
+
+
+def situation_of(question: Question, base: Config, spec: ModelSpec) -> Situation:
+    """What the rows must fit into."""
+    assert question.device_memory is not None
+    return Situation(
+        device_memory=question.device_memory,
+        host_memory=question.host_memory,
+        world=question.world,
+        parameters=spec.numel,
+        trained=sum(p.numel for p in spec.parameters if p.trainable),
+        accumulation=base.gradient_accumulation_steps,
+    )
 
 
 def rehearse(question: Question, config: Config, spec: ModelSpec, make_model: Callable[[], nn.Module]) -> Rehearsed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -28,9 +27,10 @@ class Account:
     optimizer_bytes: OptimizerBytes
     activations: ActivationMeter = field(default_factory=ActivationMeter)
 
-    def watch_forward(self, parts: Parts) -> AbstractContextManager[None]:
-        """Measure the activations of the forward pass inside."""
-        return self.activations.watch(weights_of(parts.units))
+    def begin_forward(self, parts: Parts) -> ActivationMeter:
+        """Measure the activations of the forward pass that begins."""
+        self.activations.begin(weights_of(parts.units))
+        return self.activations
 
     def shortage(self, error: BaseException, phase: str, parts: Parts, optimizer: torch.optim.Optimizer) -> Shortage:
         """What is live now, beside the prediction, when ``error`` says that memory ran out."""

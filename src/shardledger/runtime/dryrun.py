@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardledger.layout.build import Layout
-from shardledger.ledger import OptimizerBytes
+from shardledger.ledger import STATE_CATEGORIES, OptimizerBytes
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Role
 from shardledger.runtime.assemble import Parts, assemble
@@ -75,6 +75,11 @@ class DryRun:
     """Bytes by category after a step."""
     timeline: tuple[tuple[str, str, int], ...]
     """One step: phase, unit and most bytes of every stay of the program in a unit, in order."""
+    account: dict[str, int]
+    """What ``engine.ledger()`` measures in a run, except for the process: states at rest, and the most that the forward
+    pass kept and that was gathered or unreduced at once."""
+    arrived: int
+    """Bytes of the model as it came, where it lies on the ranks' own device."""
     optimizer_bytes: OptimizerBytes
     """What the optimizer keeps per element and piece."""
     sent_bytes_per_step: int
@@ -130,6 +135,7 @@ def _rehearse(rehearsal: Rehearsal, model: nn.Module, meter: LiveBytes) -> DryRu
     plan = rehearsal.plan
     micro_batches = plan.step.accumulation if plan.reproducible else min(2, plan.step.accumulation)
     shorter = replace(plan, step=replace(plan.step, accumulation=micro_batches, full_checks=False))
+    arrived = meter.total
     engine = _engine(rehearsal, shorter, model)
     observer = Observer(meter)
     observer.attach(engine)
@@ -148,10 +154,15 @@ def _rehearse(rehearsal: Rehearsal, model: nn.Module, meter: LiveBytes) -> DryRu
     between = (plan.step.accumulation - micro_batches) * (sent[1] - sent[0])
     extra = _step_counters(engine)
     rest["optimizer"] += extra
+    account = {category: rest[category] for category in STATE_CATEGORIES}
+    account["activations"] = engine._account.activations.peak_bytes
+    account["communication"] = engine._live().executor.peak_transient_bytes
     return DryRun(
         peaks={phase: _with(reading, extra) for phase, reading in meter.peaks.readings.items()},
         rest=rest,
         timeline=tuple((phase, unit, nbytes + extra) for phase, unit, nbytes in meter.peaks.timeline),
+        account=account,
+        arrived=arrived,
         optimizer_bytes=engine._account.optimizer_bytes,
         sent_bytes_per_step=sent[-1] - sent[0] + between,
     )

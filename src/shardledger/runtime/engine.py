@@ -442,10 +442,12 @@ class Engine:
         """Look at what autograd saves: weights always, for their safety; everything once, to measure activations."""
         with ExitStack() as stack:
             if torch.is_grad_enabled():
-                if self._progress.micro_steps == 0 and self.module.training:
-                    stack.enter_context(self._account.watch_forward(parts))
+                measured = self._progress.micro_steps == 0 and self.module.training
+                meter = self._account.begin_forward(parts) if measured else None
                 if parts.saved.needed:
-                    stack.enter_context(parts.saved.watch())
+                    stack.enter_context(parts.saved.watch(meter.note if meter else None))
+                elif meter:
+                    stack.enter_context(meter.watch())
             yield
 
     @contextmanager
