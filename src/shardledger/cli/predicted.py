@@ -18,6 +18,8 @@ def predict_ledgers(settings: RunSettings, config: Any, device: str, ledgers: Se
     unreduced at most, as in the measured column. The framework is the process as the run found it, before its model. The
     total is the framework and the highest moment of the dry run.
     """
+    if all(ledger["predicted"]["total"] is not None for ledger in ledgers):
+        return ""
     from shardledger.errors import ShardledgerError
     from shardledger.forecast import Question, describe_model, model_maker, rehearse
 
