@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -41,6 +41,9 @@ from shardledger.runtime.schedulers import build_scheduler
 from shardledger.runtime.step import Stepper
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Place, Transport, find_place, join, leave
+
+if TYPE_CHECKING:
+    from shardledger.forecast import Forecast
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,59 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     engine.config = settings
     engine.training_dataloader = _loader(wanted, settings, plan, transport)
     return engine, made, engine.training_dataloader, engine.lr_scheduler
+
+
+def plan(  # noqa: PLR0913  # what the command asks, asked from Python
+    model: nn.Module | Callable[[], nn.Module] | str,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+    *,
+    world_size: int,
+    micro_batch: int | Sequence[int] | None = None,
+    seq_len: int = 1024,
+    batch: Any = None,
+    trainable: str = "all",
+    device: str = "cuda",
+) -> Forecast:
+    """Predict every byte of one rank, for every stage, offload and recomputation. Needs no GPU and no process group.
+
+    The engine itself is run on tensors without values at ``world_size`` ranks; nothing is allocated.
+
+    Args:
+        model: a module on any device, a function that returns one, or a name as on the command line.
+        config: as for ``initialize``; its stage and offload are replaced by each in turn. None: bf16 and AdamW.
+        world_size: ranks.
+        micro_batch: samples per rank and micro-batch, or several to plan; None takes the configuration's.
+        seq_len: tokens per sample, for models that are called with tokens and targets (int64 [B, T]).
+        batch: the model's positional arguments for one micro-batch (values do not matter), or a function that returns
+            them for a number of samples; None: tokens and targets.
+        trainable: ``"all"`` (as the model says), or ``"lora:r=16"``: the base frozen, adapters of rank 16.
+        device: ``"cuda"``: ranks talk as NCCL's do and the model comes from the host; ``"cpu"``: as gloo's do, and the
+            model counts.
+
+    Returns:
+        ``rows``, one for each choice (``shardledger.ledger.row.Row``), and ``notes`` on what could not be planned.
+
+    Raises:
+        ConfigError: the configuration, the model's name or an argument is wrong.
+        PlanError: the model cannot be laid out, or cannot be run without values.
+    """
+    from shardledger.forecast import Question, forecast  # half a second that training does without
+
+    if world_size < 1:
+        raise ConfigError(f"plan: world_size = {world_size}; at least one rank is needed.")
+    sizes = () if micro_batch is None else (micro_batch,) if isinstance(micro_batch, int) else tuple(micro_batch)
+    return forecast(
+        Question(
+            model=model,
+            config=config,
+            world=world_size,
+            micro_batches=sizes,
+            seq_len=seq_len,
+            batch=batch,
+            trainable=trainable,
+            device=device,
+        )
+    )
 
 
 def _decide(settings: Config, model: nn.Module, place: Place, device: torch.device, wanted: _Wanted) -> Config:

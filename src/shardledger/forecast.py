@@ -28,7 +28,6 @@ from shardledger.plan.roles import Role
 from shardledger.plan.spec import ModelSpec
 from shardledger.runtime.describe import describe
 from shardledger.runtime.dryrun import DryRun, Rehearsal, dry_run
-from shardledger.runtime.hooks import tensors_in
 from shardledger.runtime.optimizer import OptimizerRecipe, check_recipe
 from shardledger.workload import find_model, loss_of
 from shardledger.workload.adapters import train_adapters
@@ -192,10 +191,8 @@ def base_config(question: Question) -> Config:
     given = question.config
     if isinstance(given, Config):
         return given
-    config = load_config(
-        DEFAULT_CONFIG if given is None else given, world=question.world, world_source="the plan's world size"
-    )
-    return config
+    given = DEFAULT_CONFIG if given is None else given
+    return load_config(given, world=question.world, world_source="the plan's world size")
 
 
 def variant(base: Config, world: int, stage: int, checkpointing: bool, micro_batch: int) -> Config:

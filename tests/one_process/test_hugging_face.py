@@ -23,7 +23,7 @@ def test_without_transformers_the_way_out_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert is_hugging_face(str(tmp_path))
-    with pytest.raises(ConfigError, match="pip install transformers, or count states alone with --params"):
+    with pytest.raises(ConfigError, match="pip install 'shardledger\\[hf\\]', or count states alone with --params"):
         hugging_face_factory(str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""``shardledger demo | train | check | plan | env``: options, and which exit code an error becomes.
+"""``shardledger demo | train | check | plan | ledger | env``: options, and which exit code an error becomes.
 
 torch takes seconds to import, so only the bodies of commands import it.
 """
@@ -146,6 +146,38 @@ def check(
 
 
 app.command()(plan)
+
+
+@app.command()
+def ledger(
+    run: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="RUN_DIR", help="Folder of a finished run."),
+    ] = None,
+    rank: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--rank", min=0, help="Default: the rank whose total is predicted worst."),
+    ] = None,
+    verification: Annotated[Optional[str], typer.Option("--verification", hidden=True)] = None,  # noqa: UP045
+) -> None:
+    """Show a run's bytes by category, predicted beside measured, with the error in per cent."""
+
+    def body() -> None:
+        if verification is not None:  # one rank of `plan --verify`
+            from pathlib import Path
+
+            from shardledger.cli.verify import verify_rank
+
+            verify_rank(Path(verification))
+            return
+        from shardledger.cli.exits import UsageFailure
+        from shardledger.cli.ledger import show
+
+        if run is None:
+            raise UsageFailure("ledger needs the folder of a run, as in: shardledger ledger runs/demo-stage2-...")
+        show(run, rank)
+
+    _guarded(body)
 
 
 @app.command()

@@ -58,6 +58,16 @@ class RankResult:
         return self.predicted["total"] / self.measured["total"] - 1
 
 
+def print_verification(wanted: Verification, results: Sequence[RankResult]) -> None:
+    """The table of the worst rank, and the error of all."""
+    from shardledger.cli.ledger import print_comparison
+
+    what = f"stage {wanted.stage}{', recomputation' if wanted.checkpointing else ''}, micro-batch {wanted.micro_batch}"
+    title = f"{wanted.steps} real steps of {wanted.model} on {wanted.world} rank(s), {what}: live bytes at the peak"
+    print_comparison([{"predicted": r.predicted, "measured": r.measured} for r in results], title=title)
+    print(f"peak predicted in {results[0].predicted_at}, measured in {results[0].measured_at}")
+
+
 def verify(wanted: Verification) -> list[RankResult]:
     """Run, count and predict; results by rank.
 
@@ -84,7 +94,7 @@ def verify_rank(file: Path) -> None:
         from shardledger.cli.guard import guard_rank
 
         guard_rank()
-    from shardledger.forecast import Question, base_config, model_maker, variant
+    from shardledger.forecast import Question, base_config, variant
 
     wanted = Verification(**json.loads(file.read_text(encoding="utf-8")))
     question = Question(

@@ -7,7 +7,7 @@ values, messages arrive at once. What is read off is where memory goes: see ``ob
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -113,7 +113,10 @@ def dry_run(rehearsal: Rehearsal) -> DryRun:
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         model = rehearsal.make_model()
-        (meter.ignore if rehearsal.device != "cpu" else _as_params(meter))(model.parameters())
+        if rehearsal.device == "cpu":
+            meter.assign("params", (*model.parameters(), *model.buffers()))
+        else:
+            meter.ignore((*model.parameters(), *model.buffers()))
         with meter:
             return _rehearse(rehearsal, model, meter)
 
@@ -189,10 +192,6 @@ def _with(reading: Reading, extra: int) -> Reading:
 
 def _sent(counters: Any) -> int:
     return sum(traffic.bytes for traffic in counters.traffic.values())
-
-
-def _as_params(meter: LiveBytes) -> Callable[[Sequence[torch.Tensor]], None]:
-    return lambda tensors: meter.assign("params", tensors)
 
 
 def _answer(tensor: torch.Tensor) -> Any:

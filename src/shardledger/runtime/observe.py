@@ -83,6 +83,8 @@ class Observer:
         self.meter.scope.unit = unit.label
 
     def _leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        assert self._engine is not None
+        self.meter.scope.unit = self._engine._live().units[0].label
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:

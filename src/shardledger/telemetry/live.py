@@ -158,7 +158,8 @@ class LiveBytes(TorchDispatchMode):
     def enter(self, phase: str) -> None:
         """A phase begins."""
         self.scope.phase = phase
-        self.scope.unit = ""
+        if phase != "backward":  # it begins where the forward pass ended
+            self.scope.unit = ""
         self.sample()
 
     def sample(self) -> None:

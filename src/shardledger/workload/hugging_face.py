@@ -49,7 +49,7 @@ def hugging_face_factory(name: str) -> Callable[[], nn.Module]:
     except ImportError:
         raise ConfigError(
             f"model {name}: a Hugging Face config is built by transformers, which is not installed; pip install "
-            f"transformers, or count states alone with --params."
+            f"'shardledger[hf]', or count states alone with --params."
         ) from None
     try:
         config = AutoConfig.for_model(**content)
