@@ -47,6 +47,9 @@ FlopsOption = Annotated[
     Text, typer.Option("--flops", metavar="RATE", help="Of one rank's matrix products, as 400TFLOP/s.")
 ]
 MeasureOption = Annotated[bool, typer.Option("--measure", help="Measure both on this machine, in a few seconds.")]
+VerifyOption = Annotated[
+    bool, typer.Option("--verify", help="Run what is recommended for a few steps here, and print the error.")
+]
 BudgetOption = Annotated[
     Text, typer.Option("--memory-budget", metavar="SIZE", help="Cheapest choice whose peak stays under it.")
 ]
@@ -75,6 +78,7 @@ def plan(
     bandwidth: BandwidthOption = None,
     flops: FlopsOption = None,
     measure: MeasureOption = False,
+    verify: VerifyOption = False,
     memory_budget: BudgetOption = None,
     write: WriteOption = None,
     plot: PlotOption = None,

@@ -39,6 +39,7 @@ class PlanOptions:
     bandwidth: str | None = None
     flops: str | None = None
     measure: bool = False
+    verify: bool = False
     memory_budget: str | None = None
     write: str | None = None
     plot: str | None = None
@@ -110,6 +111,8 @@ def check_options(options: PlanOptions) -> None:
         for name in ("config", "trainable", "plot", "seq_len", "memory_budget"):
             if getattr(options, name) is not None:
                 problems.append(f"--{name.replace('_', '-')} needs --model: --params counts states only")
+        if options.verify:
+            problems.append("--verify needs --model: --params counts states only")
     if options.model is not None and options.device_memory is None and options.memory_budget is None:
         problems.append("--model needs --device-memory, as in --device-memory 80GiB")
     if not 0 <= options.frozen <= 1:
