@@ -32,6 +32,13 @@ HostMemoryOption = Annotated[Text, typer.Option("--host-memory", metavar="SIZE",
 PerMachineOption = Annotated[
     Whole, typer.Option("--per-machine", min=1, help="Ranks in one machine. Default: 8, or all.")
 ]
+FrameworkOption = Annotated[
+    Text,
+    typer.Option(
+        "--framework", metavar="SIZE", help="On the device before the model, as 0.6GiB: CUDA's context, NCCL."
+    ),
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="cuda or cpu: how ranks will talk.")]
 MicroBatchOption = Annotated[Whole, typer.Option("--micro-batch", min=1, help="Samples per rank and forward pass.")]
 SeqLenOption = Annotated[Whole, typer.Option("--seq-len", min=1, help="Tokens per sample.")]
 AccumulationOption = Annotated[Whole, typer.Option("--accumulation", min=1, help="Micro-batches per optimizer step.")]
@@ -65,6 +72,8 @@ def plan(
     device_memory: DeviceMemoryOption = None,
     host_memory: HostMemoryOption = None,
     per_machine: PerMachineOption = None,
+    framework: FrameworkOption = None,
+    device: DeviceOption = "cuda",
     micro_batch: MicroBatchOption = None,
     seq_len: SeqLenOption = None,
     accumulation: AccumulationOption = None,

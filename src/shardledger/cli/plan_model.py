@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardledger.cli.plan_options import Hardware, PlanOptions
+from shardledger.cli.plan_options import Hardware, PlanOptions, framework_of
 from shardledger.cli.plan_output import aligned, as_json, finish, print_json, sentences
 from shardledger.cli.plan_plot import check_plot, print_bars, write_plot
 from shardledger.cli.plan_question import ADAPTERS, DEFAULT_SEQ_LEN, Planned, Planner, Question
@@ -85,6 +85,8 @@ def question_of(options: PlanOptions) -> Question:
         micro_batch=options.micro_batch or config.train_micro_batch_size_per_gpu,
         seq_len=options.seq_len or DEFAULT_SEQ_LEN,
         accumulation=options.accumulation or config.gradient_accumulation_steps,
+        device=options.device.lower(),
+        framework_bytes=framework_of(options),
         trainable=options.trainable or "all",
     )
 

@@ -30,6 +30,8 @@ class PlanOptions:
     device_memory: str | None = None
     host_memory: str | None = None
     per_machine: int | None = None
+    framework: str | None = None
+    device: str = "cuda"
     micro_batch: int | None = None
     seq_len: int | None = None
     accumulation: int | None = None
@@ -68,6 +70,11 @@ def hardware_of(options: PlanOptions) -> Hardware:
         bandwidth=read("--bandwidth", options.bandwidth, bandwidth),
         flops=read("--flops", options.flops, flop_rate),
     )
+
+
+def framework_of(options: PlanOptions) -> int:
+    """Bytes on the device before the model. Raises ConfigError."""
+    return read("--framework", options.framework, byte_size) or 0
 
 
 def read(option: str, text: str | None, parse: Callable[[object], T]) -> T | None:
@@ -126,6 +133,7 @@ def check_options(options: PlanOptions) -> None:
         if target is not None and not Path(target).resolve().parent.is_dir():
             problems.append(f"--{name} {target}: there is no folder {Path(target).parent}")
     for check in (
+        lambda: one_of("--device", options.device, ("cuda", "cpu")),
         lambda: one_of("--precision", options.precision, tuple(PRECISION_BYTES)),
         lambda: one_of("--optimizer", options.optimizer, tuple(OPTIMIZER_BYTES)),
     ):

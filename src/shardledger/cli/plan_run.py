@@ -27,6 +27,8 @@ def run_planner(question: Question) -> Planned:
             world=question.world,
             micro_batches=(question.micro_batch,),
             seq_len=question.seq_len,
+            device=question.device,
+            framework_bytes=question.framework_bytes,
             trainable=question.trainable,
         )
     )
