@@ -6,8 +6,10 @@ values, messages arrive at once. What is read off is where memory goes: see ``ob
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -38,6 +40,9 @@ from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport.dry import dry_transport
 
 _MOST_CUTS = 8
+"""World size up to which stage 0 has its parameters cut as in a run."""
+_OF_ALL = "_shardledger_of_all"
+"""Attribute of a tensor that says whether all elements of another are true."""
 _STEPS = 2
 """In the first the optimizer makes its states and the schedule learns the order of units; the second is like the rest."""
 
@@ -109,8 +114,8 @@ def dry_run(rehearsal: Rehearsal) -> DryRun:
     Raises:
         PlanError: the model cannot be run on fake tensors.
     """
-    meter = LiveBytes(scalar=_answer)
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+    meter = LiveBytes(scalar=_answer, note=_note)
+    with warnings.catch_warnings(), _taken_for_real(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         model = rehearsal.make_model()
         if rehearsal.device == "cpu":
@@ -195,7 +200,27 @@ def _sent(counters: Any) -> int:
 
 
 def _answer(tensor: torch.Tensor) -> Any:
-    """The value of a tensor that has none: as few branches as possible should depend on it."""
+    """The value of a tensor that has none: whether *all* are so, yes (a batch without padding, say); whether *any*, no."""
     if tensor.dtype == torch.bool:
-        return False
+        return bool(getattr(tensor, _OF_ALL, False))
     return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _note(func: Any, result: Any) -> None:
+    if func.overloadpacket is torch.ops.aten.all and isinstance(result, torch.Tensor):
+        setattr(result, _OF_ALL, True)
+
+
+@contextmanager
+def _taken_for_real() -> Iterator[None]:
+    """transformers asks whether tensors are fake, and then goes the way of a traced graph, which no run goes."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    asked = getattr(module, "is_fake_tensor", None)
+    if asked is None:
+        yield
+        return
+    module.is_fake_tensor = lambda value: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = asked

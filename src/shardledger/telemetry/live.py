@@ -88,8 +88,13 @@ class LiveBytes(TorchDispatchMode):
     mapping of ``(from, to)`` categories to bytes.
     """
 
-    def __init__(self, scalar: Callable[[torch.Tensor], Any] | None = None) -> None:
-        """``scalar`` answers where a program asks a fake tensor for its value."""
+    def __init__(
+        self,
+        scalar: Callable[[torch.Tensor], Any] | None = None,
+        note: Callable[[Any, Any], None] | None = None,
+    ) -> None:
+        """``scalar`` answers where a program asks a fake tensor for its value; ``note`` is shown each operator and its
+        result."""
         super().__init__()
         self.scope = Scope()
         self.peaks = Peaks()
@@ -100,11 +105,14 @@ class LiveBytes(TorchDispatchMode):
         self._resizes: list[Any] = []
         self._elsewhere: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._scalar = scalar
+        self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._scalar is not None and func is torch.ops.aten._local_scalar_dense.default:
             return self._scalar(args[0])
         result = func(*args, **(kwargs or {}))
+        if self._note is not None:
+            self._note(func, result)
         with torch._C.DisableTorchFunctionSubclass():
             self._see(args)
             if kwargs:
