@@ -172,3 +172,11 @@ def test_a_link_that_cannot_be_measured_names_the_way_out(monkeypatch):
     result = plan("--measure")
     assert result.exit_code == 1
     assert "give --bandwidth instead" in result.output
+
+
+def test_what_the_process_has_before_the_model_counts_against_the_device():
+    fit = [
+        plan_json("--params", "1B", "--world", "1", "--device-memory", "17GiB", *more)[1]["stages"][0]["fits"]
+        for more in ((), ("--framework", "0.5GiB"))
+    ]
+    assert fit == [True, False]  # 16.8 GiB of states

@@ -269,3 +269,26 @@ def test_the_command_plans_a_model_of_a_size_no_laptop_holds_for_many_ranks(tmp_
     for row in content["stages"]:
         assert row["total"] == sum(row[category] for category in CATEGORIES)
     assert content["recommended"]["stage"] == load_config(file, world=64).zero_optimization.stage > 0
+
+
+def test_what_is_recommended_is_verified_by_real_steps_on_request():
+    from typer.testing import CliRunner
+
+    from shardledger.cli.main import app
+
+    arguments = ["plan", "--model", "gpt:1m", "--device-memory", "1GiB", "--seq-len", "16", "--verify"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    table = result.stdout.split("verified on 1 CPU rank")[1]
+    error = float(table.split("error of the total ")[1].partition("%")[0])
+    assert abs(error) < 1
+    for category in (*CATEGORIES, "total"):
+        assert f"\n  {category} " in table
+
+
+def test_a_model_too_large_to_verify_here_is_a_lesson():
+    from shardledger.cli.plan_verify import check_room
+
+    with pytest.raises(ConfigError, match="Verify a smaller model of the same kind"):
+        check_room(10**13, 2)
+    check_room(1000, 2)

@@ -32,6 +32,13 @@ HostMemoryOption = Annotated[Text, typer.Option("--host-memory", metavar="SIZE",
 PerMachineOption = Annotated[
     Whole, typer.Option("--per-machine", min=1, help="Ranks in one machine. Default: 8, or all.")
 ]
+FrameworkOption = Annotated[
+    Text,
+    typer.Option(
+        "--framework", metavar="SIZE", help="On the device before the model, as 0.6GiB: CUDA's context, NCCL."
+    ),
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="cuda or cpu: how ranks will talk.")]
 MicroBatchOption = Annotated[Whole, typer.Option("--micro-batch", min=1, help="Samples per rank and forward pass.")]
 SeqLenOption = Annotated[Whole, typer.Option("--seq-len", min=1, help="Tokens per sample.")]
 AccumulationOption = Annotated[Whole, typer.Option("--accumulation", min=1, help="Micro-batches per optimizer step.")]
@@ -47,6 +54,9 @@ FlopsOption = Annotated[
     Text, typer.Option("--flops", metavar="RATE", help="Of one rank's matrix products, as 400TFLOP/s.")
 ]
 MeasureOption = Annotated[bool, typer.Option("--measure", help="Measure both on this machine, in a few seconds.")]
+VerifyOption = Annotated[
+    bool, typer.Option("--verify", help="Run what is recommended for a few steps here, and print the error.")
+]
 BudgetOption = Annotated[
     Text, typer.Option("--memory-budget", metavar="SIZE", help="Cheapest choice whose peak stays under it.")
 ]
@@ -62,6 +72,8 @@ def plan(
     device_memory: DeviceMemoryOption = None,
     host_memory: HostMemoryOption = None,
     per_machine: PerMachineOption = None,
+    framework: FrameworkOption = None,
+    device: DeviceOption = "cuda",
     micro_batch: MicroBatchOption = None,
     seq_len: SeqLenOption = None,
     accumulation: AccumulationOption = None,
@@ -75,6 +87,7 @@ def plan(
     bandwidth: BandwidthOption = None,
     flops: FlopsOption = None,
     measure: MeasureOption = False,
+    verify: VerifyOption = False,
     memory_budget: BudgetOption = None,
     write: WriteOption = None,
     plot: PlotOption = None,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardledger.cli.plan_options import Hardware, PlanOptions
+from shardledger.cli.plan_options import Hardware, PlanOptions, framework_of
 from shardledger.cli.plan_output import aligned, as_json, finish, print_json, sentences
 from shardledger.cli.plan_plot import check_plot, print_bars, write_plot
 from shardledger.cli.plan_question import ADAPTERS, DEFAULT_SEQ_LEN, Planned, Planner, Question
+from shardledger.cli.plan_verify import check_room, print_verification, ranks_for
 from shardledger.cli.plan_write import Base, fresh_base, write_config
 from shardledger.errors import ConfigError, DoesNotFitError
 from shardledger.ledger.amounts import common_unit, gib, in_unit, parameters
@@ -55,6 +56,9 @@ def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner) -> No
         write_plot(options.plot, rows, situation.device_memory, planned.timeline, heading(question, planned, situation))
     base = Base(content=question.written, micro_batch=question.micro_batch, accumulation=question.accumulation)
     write_config(options.write, answer, base, quiet=options.json)
+    if options.verify and answer.row is not None:
+        check_room(planned.parameters, ranks_for(options))
+        print_verification(options, question, answer.row, quiet=options.json)
     finish(answer, situation)
 
 
@@ -81,6 +85,8 @@ def question_of(options: PlanOptions) -> Question:
         micro_batch=options.micro_batch or config.train_micro_batch_size_per_gpu,
         seq_len=options.seq_len or DEFAULT_SEQ_LEN,
         accumulation=options.accumulation or config.gradient_accumulation_steps,
+        device=options.device.lower(),
+        framework_bytes=framework_of(options),
         trainable=options.trainable or "all",
     )
 

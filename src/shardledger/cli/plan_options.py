@@ -30,6 +30,8 @@ class PlanOptions:
     device_memory: str | None = None
     host_memory: str | None = None
     per_machine: int | None = None
+    framework: str | None = None
+    device: str = "cuda"
     micro_batch: int | None = None
     seq_len: int | None = None
     accumulation: int | None = None
@@ -39,6 +41,7 @@ class PlanOptions:
     bandwidth: str | None = None
     flops: str | None = None
     measure: bool = False
+    verify: bool = False
     memory_budget: str | None = None
     write: str | None = None
     plot: str | None = None
@@ -67,6 +70,11 @@ def hardware_of(options: PlanOptions) -> Hardware:
         bandwidth=read("--bandwidth", options.bandwidth, bandwidth),
         flops=read("--flops", options.flops, flop_rate),
     )
+
+
+def framework_of(options: PlanOptions) -> int:
+    """Bytes on the device before the model. Raises ConfigError."""
+    return read("--framework", options.framework, byte_size) or 0
 
 
 def read(option: str, text: str | None, parse: Callable[[object], T]) -> T | None:
@@ -110,6 +118,8 @@ def check_options(options: PlanOptions) -> None:
         for name in ("config", "trainable", "plot", "seq_len", "memory_budget"):
             if getattr(options, name) is not None:
                 problems.append(f"--{name.replace('_', '-')} needs --model: --params counts states only")
+        if options.verify:
+            problems.append("--verify needs --model: --params counts states only")
     if options.model is not None and options.device_memory is None and options.memory_budget is None:
         problems.append("--model needs --device-memory, as in --device-memory 80GiB")
     if not 0 <= options.frozen <= 1:
@@ -123,6 +133,7 @@ def check_options(options: PlanOptions) -> None:
         if target is not None and not Path(target).resolve().parent.is_dir():
             problems.append(f"--{name} {target}: there is no folder {Path(target).parent}")
     for check in (
+        lambda: one_of("--device", options.device, ("cuda", "cpu")),
         lambda: one_of("--precision", options.precision, tuple(PRECISION_BYTES)),
         lambda: one_of("--optimizer", options.optimizer, tuple(OPTIMIZER_BYTES)),
     ):

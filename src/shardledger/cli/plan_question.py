@@ -27,6 +27,10 @@ class Question:
     micro_batch: int
     seq_len: int
     accumulation: int
+    device: str = "cuda"
+    """``cuda`` or ``cpu``: how ranks talk."""
+    framework_bytes: int = 0
+    """What the process has on the device before the model."""
     trainable: str = "all"
     """``all``: the model as it comes; ``lora:r=16``: adapters."""
 

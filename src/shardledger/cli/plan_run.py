@@ -14,9 +14,7 @@ def run_planner(question: Question) -> Planned:
     """
     from shardledger.forecast import Question as DryQuestion
     from shardledger.forecast import forecast
-    from shardledger.workload.hugging_face import hugging_face_factory, is_hugging_face
 
-    model = hugging_face_factory(question.model) if is_hugging_face(question.model) else question.model
     batch = {
         "train_micro_batch_size_per_gpu": question.micro_batch,
         "gradient_accumulation_steps": question.accumulation,
@@ -24,11 +22,13 @@ def run_planner(question: Question) -> Planned:
     content = {key: value for key, value in question.config.items() if key != "train_batch_size"}
     found = forecast(
         DryQuestion(
-            model=model,
+            model=question.model,
             config={**content, **batch},
             world=question.world,
             micro_batches=(question.micro_batch,),
             seq_len=question.seq_len,
+            device=question.device,
+            framework_bytes=question.framework_bytes,
             trainable=question.trainable,
         )
     )

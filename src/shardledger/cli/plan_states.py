@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardledger.cli.plan_options import Hardware, PlanOptions, one_of, parameter_count
+from shardledger.cli.plan_options import Hardware, PlanOptions, framework_of, one_of, parameter_count
 from shardledger.cli.plan_output import aligned, answer_json, finish, print_json, row_json, sentences
 from shardledger.cli.plan_write import fresh_base, write_config
 from shardledger.ledger.account import (
@@ -149,8 +149,9 @@ def _footnote(states: States) -> str:
 
 
 def _rows(states: States, options: PlanOptions) -> list[Row]:
-    gathered = gathered_bytes(states)
-    return [engine_row(account, gathered, options.micro_batch or 1) for account in state_accounts(states)]
+    gathered, framework = gathered_bytes(states), framework_of(options)
+    rows = [engine_row(account, gathered, options.micro_batch or 1) for account in state_accounts(states)]
+    return [replace(row, framework=framework, total=row.total + framework) for row in rows]
 
 
 def _json_rows(
