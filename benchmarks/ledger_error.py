@@ -226,12 +226,15 @@ def report(rows: list[dict[str, Any]]) -> str:
         f"* State bytes (params, grads, master, optimizer) at the peak are equal on {states} of {len(rows)} ranks; all eight "
         f"categories on {categories}.",
         f"* Against the allocator (runs without the counter, world size 1, {len(checked)} configurations): errors from "
-        f"{100 * min(off):+.2f} % to {100 * max(off):+.2f} %. What is missing are the workspaces of kernels.",
+        f"{100 * min(off):+.2f} % to {100 * max(off):+.2f} %. What is missing are the workspaces of kernels and, with "
+        f"recomputation, 5 kB of random generator state per unit, which weigh in the smallest models only.",
         "",
         "The prediction is made without the run: the engine is run on tensors without values (`runtime/dryrun.py`). The count "
         "follows every storage from its allocation to its release in three real steps (`telemetry/live.py`). Both end at the "
         "operators of PyTorch, so they share a blind spot, the memory that kernels use inside; the allocator's own figures "
         "show its size.",
+        "",
+        "The perceptron's small error is one kernel's: `mse_loss` leaves its scalar result in a buffer as large as its inputs.",
         "",
         "| model | stage | ranks | recomputation | micro-batch | precision | predicted, bytes | counted, bytes | error "
         "| peak in | allocator, bytes | error |",
