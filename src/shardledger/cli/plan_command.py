@@ -21,8 +21,8 @@ ModelOption = Annotated[
     Text, typer.Option("--model", help="gpt:SIZE, package.module:function or a Hugging Face config.json.")
 ]
 WorldOption = Annotated[int, typer.Option("--world", min=1, help="Ranks.")]
-PrecisionOption = Annotated[str, typer.Option("--precision", help="With --params: bf16, fp16 or fp32.")]
-OptimizerOption = Annotated[str, typer.Option("--optimizer", help="With --params: adamw, sgd, sgd-momentum, ...")]
+PrecisionOption = Annotated[str, typer.Option("--precision", help="Without --config: bf16, fp16 or fp32.")]
+OptimizerOption = Annotated[str, typer.Option("--optimizer", help="Without --config: adamw, sgd, sgd-momentum, ...")]
 MasterOption = Annotated[bool, typer.Option("--no-master", help="With --params: no fp32 masters in the account.")]
 FrozenOption = Annotated[float, typer.Option("--frozen", metavar="SHARE", help="With --params: frozen share, as 0.99.")]
 DeviceMemoryOption = Annotated[
