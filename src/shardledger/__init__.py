@@ -6,13 +6,16 @@ loss = engine(x, y); engine.backward(loss); engine.step()
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "initialize": "shardledger.api",
+    "plan": "shardledger.api",
     "Engine": "shardledger.runtime.engine",
     "GatheredParameters": "shardledger.runtime.gathered",
     "Config": "shardledger.config",
@@ -41,10 +44,11 @@ __all__ = [
     "TransportError",
     "initialize",
     "load_config",
+    "plan",
 ]
 
 if TYPE_CHECKING:
-    from shardledger.api import initialize
+    from shardledger.api import initialize, plan
     from shardledger.config import Config, load_config
     from shardledger.errors import (
         ConfigError,
@@ -58,6 +62,17 @@ if TYPE_CHECKING:
     )
     from shardledger.runtime.engine import Engine
     from shardledger.runtime.gathered import GatheredParameters
+
+
+class _Door(ModuleType):
+    """This package. The import system would bind the room ``plan`` to the name of the public function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "plan" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Door
 
 
 def __getattr__(name: str) -> Any:

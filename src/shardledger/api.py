@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from shardledger.config import Config, load_config
-from shardledger.errors import ConfigError, RanksDisagreeError
+from shardledger.config.quantities import byte_size
+from shardledger.errors import ConfigError, DoesNotFitError, RanksDisagreeError
 from shardledger.layout.build import build_layout
+from shardledger.ledger.bounds import Bounds
 from shardledger.plan.build import build_plan
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Role
+from shardledger.plan.spec import ModelSpec
+from shardledger.plan.stages import at_every_stage
 from shardledger.runtime.assemble import Parts, assemble, take_apart
+from shardledger.runtime.census import probe_recipe
 from shardledger.runtime.describe import describe
 from shardledger.runtime.engine import Engine
 from shardledger.runtime.gathered import refuse_owned
@@ -37,6 +42,9 @@ from shardledger.runtime.schedulers import build_scheduler
 from shardledger.runtime.step import Stepper
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Place, Transport, find_place, join, leave
+
+if TYPE_CHECKING:
+    from shardledger.forecast import Forecast
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     Raises:
         ConfigError: the configuration or an argument is wrong; raised before anything is allocated.
         PlanError: the model cannot be laid out.
+        DoesNotFitError: states and the largest unit alone exceed ``shardledger.device_memory``, or what CUDA has free;
+            raised before anything is allocated.
         RanksDisagreeError: ranks were given different models or configurations.
     """
     if not isinstance(model, nn.Module):
@@ -98,17 +108,21 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     settings = _settings(args, config, config_params, place)
     recipe = _recipe(settings, optimizer, trains=any(p.requires_grad for p in model.parameters()))
     target = _device(device, place)
+    if settings.stage_is_open:
+        settings = _decide(settings, model, place, target, _Wanted(None, None, None, training_data, collate_fn))
     refuse_owned(model)
     spec = describe(model)
     plan = build_plan(settings, spec, world=place.world)
     check_recipe(recipe, sharded=plan.is_sharded(Role.OPTIM))
     layout = build_layout(plan, spec)
+    bounds = _bounds(settings, spec, place, recipe)
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     transport, created = join(place, target, settings.shardledger.timeout_s, may_create=dist_init_required is not False)
     _pin(plan, target)
     parts: Parts | None = None
     try:
         _compare(plan, transport)
+        _refuse_what_cannot_fit(bounds, settings, target, model, transport)
         meter = MemoryMeter(target)
         wanted = _Wanted(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
         names = parameter_names(model)
@@ -125,10 +139,126 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         if created:
             leave()
         raise
+    parts.advise = bounds.advise
     parts.on_destroy = leave if created else None
     engine.config = settings
     engine.training_dataloader = _loader(wanted, settings, plan, transport)
     return engine, made, engine.training_dataloader, engine.lr_scheduler
+
+
+def plan(  # noqa: PLR0913  # what the command asks, asked from Python
+    model: nn.Module | Callable[[], nn.Module] | str,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+    *,
+    world_size: int,
+    device_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    micro_batch: int | Sequence[int] | None = None,
+    seq_len: int = 1024,
+    batch: Any = None,
+    trainable: str = "all",
+    device: str = "cuda",
+) -> Forecast:
+    """Predict every byte of one rank, for every stage, offload and recomputation. Needs no GPU and no process group.
+
+    The engine itself is run on tensors without values at ``world_size`` ranks; nothing is allocated.
+
+    Args:
+        model: a module on any device, a function that returns one, or a name as on the command line.
+        config: as for ``initialize``; its stage and offload are replaced by each in turn. None: bf16 and AdamW.
+        world_size: ranks.
+        device_memory: of one device, ``"80GiB"`` or bytes; with it a choice is recommended.
+        host_memory: of one machine, for offload.
+        micro_batch: samples per rank and micro-batch, or several to plan; None takes the configuration's.
+        seq_len: tokens per sample, for models that are called with tokens and targets (int64 [B, T]).
+        batch: the model's positional arguments for one micro-batch (values do not matter), or a function that returns
+            them for a number of samples; None: tokens and targets.
+        trainable: ``"all"`` (as the model says), or ``"lora:r=16"``: the base frozen, adapters of rank 16.
+        device: ``"cuda"``: ranks talk as NCCL's do and the model comes from the host; ``"cpu"``: as gloo's do, and the
+            model counts.
+
+    Returns:
+        ``rows``, one for each choice (``shardledger.ledger.row.Row``); ``recommended`` with its ``row`` and ``reasons``
+        (None without ``device_memory``); ``notes`` on what could not be planned.
+
+    Raises:
+        ConfigError: the configuration, the model's name or an argument is wrong.
+        PlanError: the model cannot be laid out, or cannot be run without values.
+    """
+    from shardledger.forecast import Question, forecast  # half a second that training does without
+
+    if world_size < 1:
+        raise ConfigError(f"plan: world_size = {world_size}; at least one rank is needed.")
+    sizes = () if micro_batch is None else (micro_batch,) if isinstance(micro_batch, int) else tuple(micro_batch)
+    return forecast(
+        Question(
+            model=model,
+            config=config,
+            world=world_size,
+            micro_batches=sizes,
+            seq_len=seq_len,
+            batch=batch,
+            trainable=trainable,
+            device=device,
+            device_memory=_bytes("device_memory", device_memory),
+            host_memory=_bytes("host_memory", host_memory),
+        )
+    )
+
+
+def _bytes(name: str, amount: str | int | None) -> int | None:
+    try:
+        return None if amount is None else byte_size(amount)
+    except ValueError as error:
+        raise ConfigError(f"plan: {name}: {error}.") from None
+
+
+def _decide(settings: Config, model: nn.Module, place: Place, device: torch.device, wanted: _Wanted) -> Config:
+    """The stage by the memory budget; rank 0 says which and why."""
+    from shardledger.budget import batch_of, decide  # the dry run needs half a second to import
+
+    batch = batch_of(wanted.training_data, wanted.collate_fn, settings.train_micro_batch_size_per_gpu)
+    decided = decide(settings, model, batch, world=place.world, device=device.type)
+    if place.rank == 0:
+        print(f"shardledger: {decided.resolutions[-1]}", flush=True)
+    return decided
+
+
+def _bounds(settings: Config, spec: ModelSpec, place: Place, recipe: Any) -> Bounds:
+    return Bounds(
+        stage=settings.zero_optimization.stage,
+        rank=place.rank,
+        model=spec,
+        optimizer=probe_recipe(recipe),
+        make_plans=lambda: at_every_stage(settings, spec, world=place.world),
+    )
+
+
+def _refuse_what_cannot_fit(
+    bounds: Bounds, settings: Config, device: torch.device, model: nn.Module, transport: Transport
+) -> None:
+    """Before anything is allocated: a plan whose states alone are too large is refused, on all ranks together.
+
+    Raises:
+        DoesNotFitError: with the bytes by category and what would help.
+    """
+    budget, where = settings.shardledger.device_memory, "shardledger.device_memory"
+    if budget is None and device.type == "cuda":
+        where = f"free on {device}"
+        budget = torch.cuda.mem_get_info(device)[0]
+        budget += sum(p.numel() * p.element_size() for p in model.parameters() if p.device == device)
+    if budget is None:
+        return
+    short = torch.tensor([max(0, bounds.row.total - budget)], dtype=torch.float64)
+    missing = [row[0] for row in transport.exchange(short, "comparison with the device memory").tolist()]
+    ranks = [rank for rank, bytes_missing in enumerate(missing) if bytes_missing]
+    if not ranks:
+        return
+    if transport.rank not in ranks:
+        raise DoesNotFitError(
+            f"rank {transport.rank}: the plan does not fit the device of ranks {ranks}; they say why."
+        )
+    raise DoesNotFitError(bounds.refusal(budget, where))
 
 
 def _settings(args: Any, config: Any, config_params: Any, place: Place) -> Config:

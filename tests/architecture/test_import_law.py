@@ -18,13 +18,16 @@ MAY_IMPORT = {
     "checkpoint": {"errors", "plan", "layout", "transport", "telemetry"},
     "runtime": {"errors", "plan", "layout", "ledger", "transport", "telemetry"},
     "workload": {"errors"},
-    "api": ALL | {"door"},
+    # Parts of the composition root: the dry run of a whole plan, and the choice of a stage by it.
+    "forecast": ALL,
+    "budget": ALL | {"forecast"},
+    "api": ALL | {"door", "forecast", "budget"},
     # A door of its own: DeepSpeed's helpers by DeepSpeed's names.
     "utils": ALL,
-    "cli": ALL | {"door", "api"},
+    "cli": ALL | {"door", "api", "forecast", "budget"},
     "door": ALL | {"api"},
 }
-TORCH = {"telemetry", "transport", "checkpoint", "runtime", "workload", "api", "utils", "cli"}
+TORCH = {"forecast", "budget", "telemetry", "transport", "checkpoint", "runtime", "workload", "api", "utils", "cli"}
 #: The launcher that ships with torch, used as a library, is not communication.
 LAUNCHER = ("torch.distributed.launcher", "torch.distributed.elastic", "torch.distributed.run")
 

@@ -21,6 +21,7 @@ EXPECTED = [
     "TransportError",
     "initialize",
     "load_config",
+    "plan",
 ]
 
 

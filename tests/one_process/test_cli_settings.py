@@ -164,3 +164,27 @@ def test_help_shows_every_option(arguments, options_shown):
 )
 def test_a_wrong_option_is_a_usage_error(arguments):
     assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+def test_a_memory_budget_replaces_the_stage_of_the_config(tmp_path):
+    from shardledger.cli.settings import with_budget
+
+    config = write(tmp_path / "ds.json", {"train_batch_size": 8, "zero_optimization": {"stage": 3}})
+    settings = train_settings(options(), config=config, model="gpt:1m", seq_len=8, eval_every=0)
+    changed = with_budget(settings, "22GiB")
+    assert changed.config["zero_optimization"]["stage"] == "auto"
+    assert changed.config["shardledger"]["memory_budget"] == f"{22 * 2**30}B"
+    with pytest.raises(ConfigError, match="--memory-budget: '22' without a unit"):
+        with_budget(settings, "22")
+
+
+def test_the_stage_is_decided_for_the_run_and_said(tmp_path, capsys):
+    from shardledger.cli.decide import decided_config
+    from shardledger.cli.settings import with_budget
+
+    config = write(tmp_path / "ds.json", {"train_micro_batch_size_per_gpu": 2})
+    settings = train_settings(options(), config=config, model="gpt:1m", seq_len=8, eval_every=0)
+    assert decided_config(settings, "cpu") == settings.config
+    decided = decided_config(with_budget(settings, "64MiB"), "cpu")
+    assert (decided.zero_optimization.stage, decided.stage_is_open) == (0, False)
+    assert "memory budget 64.0 MiB: stage 0" in capsys.readouterr().out

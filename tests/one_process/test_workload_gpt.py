@@ -33,7 +33,7 @@ def test_an_unknown_size_lists_the_known_ones(name):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "nearest"), [("125m", "124m"), ("12m", "25m"), ("1b", "350m"), ("0.5m", "1m"), ("124mb", "124m")]
+    ("wanted", "nearest"), [("125m", "124m"), ("12m", "25m"), ("1b", "1.3b"), ("0.5m", "1m"), ("124mb", "124m")]
 )
 def test_an_unknown_size_names_the_nearest(wanted, nearest):
     with pytest.raises(ConfigError, match=rf"Did you mean gpt:{nearest}\?"):

@@ -112,3 +112,8 @@ def test_views_and_shared_storage_are_saved(tmp_path):
 def test_a_folder_without_weights_is_named(tmp_path):
     with pytest.raises(DataError, match=r"no config.json and no model.safetensors"):
         load_final(tmp_path)
+
+
+def test_a_function_that_needs_arguments_is_a_lesson():
+    with pytest.raises(ConfigError, match="'torch.nn:Linear': it is called with no arguments, which it does not take"):
+        load_model("torch.nn:Linear", 8)

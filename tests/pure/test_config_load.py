@@ -245,3 +245,39 @@ def test_our_own_section_has_its_defaults_in_one_place() -> None:
 def test_reading_a_configuration_needs_no_torch() -> None:
     program = "import sys, shardledger.config as c; c.load_config({}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+@pytest.mark.parametrize("written", ["22GiB", "22GB", 22_000_000_000, "600KiB"])
+def test_memory_sizes_are_read_and_written_out_so_that_they_load_again(written):
+    config = load_config({"shardledger": {"device_memory": written}})
+    assert load_config(config.to_dict()) == config
+    assert config.to_dict()["shardledger"]["device_memory"] == f"{config.shardledger.device_memory}B"
+
+
+def test_a_memory_size_with_a_forgotten_unit_is_refused():
+    with pytest.raises(ConfigError, match="shardledger.device_memory = 22.*did you mean 22GiB"):
+        load_config({"shardledger": {"device_memory": 22}})
+
+
+OPEN = {"zero_optimization": {"stage": "auto"}, "shardledger": {"memory_budget": "22GiB"}}
+
+
+def test_an_open_stage_stays_open_until_it_is_decided():
+    config = load_config(OPEN)
+    assert config.stage_is_open
+    assert config.shardledger.memory_budget == 22 * 2**30
+    assert config.to_dict()["zero_optimization"]["stage"] == "auto"
+    assert load_config(config.to_dict()) == config
+    decided = config.decided(stage=2, activation_checkpointing=True)
+    assert not decided.stage_is_open
+    assert decided.zero_optimization.stage == 2 and decided.shardledger.activation_checkpointing
+    again = load_config(decided.to_dict())
+    assert again == decided and not again.stage_is_open
+    assert any("chosen by the memory budget" in line for line in decided.resolutions)
+
+
+def test_an_open_stage_needs_a_budget_and_a_budget_an_open_stage():
+    with pytest.raises(ConfigError, match='zero_optimization.stage is "auto", and there is no budget'):
+        load_config({"zero_optimization": {"stage": "auto"}})
+    closed = load_config({"zero_optimization": {"stage": 2}, "shardledger": {"memory_budget": "22GiB"}})
+    assert any(line.startswith("shardledger.memory_budget: it is read when") for line in closed.no_effect)

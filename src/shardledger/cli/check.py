@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import shardledger
 from shardledger.cli.check_report import Comparison, Report
+from shardledger.cli.decide import decided_config
 from shardledger.cli.differences import Difference, Judge, State
 from shardledger.cli.exits import FAILED
 from shardledger.cli.ranks import LAUNCHED_BY, rank_of
@@ -97,7 +98,8 @@ def check(settings: RunSettings, tolerance: float | None, device: str) -> bool:
     """
     options = settings.options
     text = TextData(read_corpus(options.data), settings.seq_len)
-    engine, *_ = shardledger.initialize(model=_build(settings), config=dict(settings.config), device=device)
+    config = decided_config(settings, device)
+    engine, *_ = shardledger.initialize(model=_build(settings), config=config, device=device)
     shape = BatchShape(
         micro=engine.config.train_micro_batch_size_per_gpu,
         accumulation=engine.config.gradient_accumulation_steps,

@@ -1,4 +1,4 @@
-"""``shardledger demo | train | check | env``: options, and which exit code an error becomes.
+"""``shardledger demo | train | check | plan | ledger | env``: options, and which exit code an error becomes.
 
 torch takes seconds to import, so only the bodies of commands import it.
 """
@@ -14,6 +14,7 @@ from typing import Annotated, Optional
 import typer
 
 from shardledger.cli.exits import report_and_exit
+from shardledger.cli.plan_command import plan
 from shardledger.cli.settings import Options
 
 app = typer.Typer(
@@ -93,6 +94,10 @@ def train(
     steps: StepsOption = 100,
     seq_len: Annotated[int, typer.Option("--seq-len", min=1, help="Bytes per sequence.")] = 256,
     eval_every: Annotated[int, typer.Option("--eval-every", min=0, help="In steps; 0: only first and last.")] = 0,
+    memory_budget: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--memory-budget", metavar="SIZE", help="Choose the stage: cheapest with a peak under it."),
+    ] = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
     out: OutOption = None,
@@ -100,11 +105,13 @@ def train(
     """Train your model with your config on your text; under torchrun or srun, be one of its ranks."""
 
     def body() -> None:
-        from shardledger.cli.settings import train_settings
+        from shardledger.cli.settings import train_settings, with_budget
         from shardledger.cli.start import start
 
         options = Options(data=data, steps=steps, seed=seed, device=device.value, out=out, nproc=nproc)
         settings = train_settings(options, config=config, model=model, seq_len=seq_len, eval_every=eval_every)
+        if memory_budget is not None:
+            settings = with_budget(settings, memory_budget)
         start(settings, _arguments(context))
 
     _guarded(body)
@@ -134,6 +141,41 @@ def check(
         options = Options(data=data, steps=steps, seed=seed, device=device.value, out=None, nproc=nproc)
         settings = check_settings(options, config=config, model=model, seq_len=seq_len)
         start_check(settings, tolerance, _arguments(context))
+
+    _guarded(body)
+
+
+app.command()(plan)
+
+
+@app.command()
+def ledger(
+    run: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="RUN_DIR", help="Folder of a finished run."),
+    ] = None,
+    rank: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--rank", min=0, help="Default: the rank whose total is predicted worst."),
+    ] = None,
+    verification: Annotated[Optional[str], typer.Option("--verification", hidden=True)] = None,  # noqa: UP045
+) -> None:
+    """Show a run's bytes by category, predicted beside measured, with the error in per cent."""
+
+    def body() -> None:
+        if verification is not None:  # one rank of `plan --verify`
+            from pathlib import Path
+
+            from shardledger.cli.verify import verify_rank
+
+            verify_rank(Path(verification))
+            return
+        from shardledger.cli.exits import UsageFailure
+        from shardledger.cli.ledger import show
+
+        if run is None:
+            raise UsageFailure("ledger needs the folder of a run, as in: shardledger ledger runs/demo-stage2-...")
+        show(run, rank)
 
     _guarded(body)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardledger.cli.ranks import rank_of, world_of
@@ -95,6 +95,24 @@ def train_settings(options: Options, *, config: str, model: str, seq_len: int, e
         eval_every=eval_every,
         notes=notes,
     )
+
+
+def with_budget(settings: RunSettings, memory_budget: str) -> RunSettings:
+    """The run with its stage chosen by ``--memory-budget``, whatever stage the config says.
+
+    Raises:
+        ConfigError: the budget is no memory size.
+    """
+    from shardledger.cli.plan_options import read
+    from shardledger.config.quantities import byte_size
+
+    read("--memory-budget", memory_budget, byte_size)
+    config = {
+        **settings.config,
+        "zero_optimization": {**settings.config.get("zero_optimization", {}), "stage": "auto"},
+        "shardledger": {**settings.config.get("shardledger", {}), "memory_budget": memory_budget},
+    }
+    return replace(settings, config=_checked(config, settings.world, "--nproc"))
 
 
 def _world(options: Options, default: int) -> tuple[int, str]:

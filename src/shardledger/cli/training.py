@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import shardledger
+from shardledger.cli.decide import decided_config
 from shardledger.cli.loop import TrainingLoop
+from shardledger.cli.predicted import predict_ledgers
 from shardledger.cli.settings import RunSettings
 from shardledger.telemetry import CATEGORIES, JsonLinesSink, RunFolder, SinkGroup, console_sink, print_ledger
 from shardledger.workload import (
@@ -46,7 +48,7 @@ def train(settings: RunSettings, folder: RunFolder, device: str) -> None:
     model = load_model(settings.model, settings.seq_len)
     description = describe_model(model, settings.model, settings.seq_len)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine, *_ = shardledger.initialize(model=model, config=dict(settings.config), device=device)
+    engine, *_ = shardledger.initialize(model=model, config=decided_config(settings, device), device=device)
     leads = engine.rank == 0
     if leads:
         folder.create()
@@ -57,17 +59,20 @@ def train(settings: RunSettings, folder: RunFolder, device: str) -> None:
     with SinkGroup(sinks) as group:
         first, last = TrainingLoop(engine, text, sampler, group).run(settings.options.steps, settings.eval_every)
     ledgers = gather_ledgers(engine)
-    stage = engine.zero_optimization_stage()
+    stage, config = engine.zero_optimization_stage(), engine.config
     state = engine.state_dict()
     engine.destroy()
     if not leads:
         return
     save_final(folder.final, state, description)
+    unknown = predict_ledgers(settings, config, device, ledgers)
     folder.write_ledger(stage, ledgers)
     if "gpt" in description:
         _print_sample(state, GPTConfig(**description["gpt"]), text, settings.options.seed)
     print()
     print_ledger(ledgers, stage)
+    if unknown:
+        print(f"note: only states are predicted: {unknown}")
     print(f"validation loss {first:.4f} -> {last:.4f}")
     print(f"run folder: {folder.path}")
 

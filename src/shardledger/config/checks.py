@@ -16,6 +16,7 @@ def check(config: Config, unread: Collection[str], findings: Findings) -> None:
     if not {"bf16", "fp16", "data_types"} & set(unread):
         _check_precision(config, findings)
     _check_offload(config, findings)
+    _check_budget(config, findings)
     for path, on, cure in _switches(config):
         if on:
             findings.problem(f"{findings.written(path)} {cure}")
@@ -60,6 +61,21 @@ def _check_offload(config: Config, findings: Findings) -> None:
             findings.problem(
                 f'{path}.device = {shown(section.device)}: offload {_NOT_YET}; use "none" or remove the section'
             )
+
+
+def _check_budget(config: Config, findings: Findings) -> None:
+    is_open = "zero_optimization.stage" in findings.auto
+    budget = config.shardledger.memory_budget
+    if is_open and budget is None:
+        findings.problem(
+            f'{findings.written("zero_optimization.stage")} is "auto", and there is no budget to choose it by; add '
+            f'"shardledger": {{"memory_budget": "22GiB"}}, or write 0, 1, 2 or 3'
+        )
+    if budget is not None and not is_open:
+        findings.no_effect.append(
+            'shardledger.memory_budget: it is read when zero_optimization.stage is "auto"; '
+            "shardledger.device_memory checks a stage that was chosen"
+        )
 
 
 def _switches(config: Config) -> Iterator[tuple[str, bool, str]]:

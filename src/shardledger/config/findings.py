@@ -22,6 +22,8 @@ class Notes:
     """Where the keys came from: a file name, or what kind of object was passed."""
     stated: frozenset[str] = frozenset()
     """Full paths of the keys that were given a value (not ``null``, not ``"auto"``)."""
+    auto: frozenset[str] = frozenset()
+    """Full paths of the keys that were given as ``"auto"``."""
     no_effect: tuple[str, ...] = ()
     """One line per key that was accepted and changes nothing here, with the reason."""
     resolutions: tuple[str, ...] = ()
@@ -47,6 +49,7 @@ class Findings:
     no_effect: list[str] = field(default_factory=list)
     resolutions: list[str] = field(default_factory=list)
     stated: set[str] = field(default_factory=set)
+    auto: set[str] = field(default_factory=set)
     inert: dict[str, Any] = field(default_factory=dict)
     spelling: dict[str, str] = field(default_factory=dict)
 
@@ -101,6 +104,7 @@ class Findings:
         return Notes(
             source=source,
             stated=frozenset(self.stated),
+            auto=frozenset(self.auto),
             no_effect=tuple(sorted(self.no_effect)),
             resolutions=tuple(self.resolutions),
             warnings=tuple(self.warnings),

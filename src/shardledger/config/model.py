@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
@@ -22,10 +23,11 @@ from shardledger.config.sections import (
     TorchAutocastSection,
     ZeroSection,
 )
-from shardledger.config.values import DtypeName, Flag, NonNegative, Positive, Precision, StepInterval, dtype_name
+from shardledger.config.values import AUTO, DtypeName, Flag, NonNegative, Positive, Precision, StepInterval, dtype_name
 from shardledger.errors import ConfigError
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_STAGE = "zero_optimization.stage"
 _BATCH: dict[str, Any] = {"auto": "batch"}
 
 
@@ -114,7 +116,27 @@ class Config(BatchSizes, PrecisionChoice):
         Keys without effect that were given are in it, so loading the result at the same world size gives an equal
         configuration.
         """
-        return _merged(super().to_dict(), self._notes.inert)
+        content = _merged(super().to_dict(), self._notes.inert)
+        if self.stage_is_open:
+            content["zero_optimization"] = {**content.get("zero_optimization", {}), "stage": AUTO}
+        return content
+
+    @property
+    def stage_is_open(self) -> bool:
+        """Whether the stage is still to be chosen by the memory budget; ``zero_optimization.stage`` says 0 until then."""
+        return _STAGE in self._notes.auto
+
+    def decided(
+        self, *, stage: int, activation_checkpointing: bool, why: str = "chosen by the memory budget"
+    ) -> Config:
+        """The configuration with the stage that was open, and whether activations are recomputed, filled in."""
+        zero = self.zero_optimization.model_copy(update={"stage": stage})
+        changes = {"activation_checkpointing": activation_checkpointing, "memory_budget": None}
+        own = self.shardledger.model_copy(update=changes)
+        switch = str(activation_checkpointing).lower()
+        line = f"zero_optimization.stage = {stage}, shardledger.activation_checkpointing = {switch} ({why})"
+        notes = replace(self._notes, auto=self._notes.auto - {_STAGE}, resolutions=(*self.resolutions, line))
+        return with_notes(self.model_copy(update={"zero_optimization": zero, "shardledger": own}), notes)
 
     def summary(self) -> tuple[str, ...]:
         """Return the effective values that decide a run, one line each, and where they come from."""

@@ -12,10 +12,11 @@ from pydantic.fields import FieldInfo
 class Section(BaseModel):
     """A group of keys. Frozen; an unknown key is an error; every field has a description that is its help text.
 
-    Fields may carry hints in ``json_schema_extra``: ``auto`` says what the word "auto" means for the key ("plan": left
-    open for the plan, "batch": derived with the other batch sizes, "refuse": an error, absent: the default is used);
-    ``no_effect`` holds the reason why a key is accepted and changes nothing; ``from_stage`` is the lowest ZeRO stage
-    that reads the key; ``when_off`` is the reason why the key changes nothing while the ``enabled`` beside it is false.
+    Fields may carry hints in ``json_schema_extra``: ``auto`` says what the word "auto" means for the key ("plan":
+    left open for the plan, "budget": chosen by the memory budget, "batch": derived with the other batch sizes,
+    "refuse": an error, absent: the default is used); ``no_effect`` holds the reason why a key is accepted and
+    changes nothing; ``from_stage`` is the lowest ZeRO stage that reads the key; ``bytes`` marks a size, written out
+    with its unit; ``when_off`` is the reason why the key changes nothing while the ``enabled`` beside it is false.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,6 +31,8 @@ class Section(BaseModel):
             value = getattr(self, name)
             silent = {"no_effect", "from_stage", "when_off"} & hints(field).keys() and name not in self.model_fields_set
             plain_value = value.to_dict() if isinstance(value, Section) else _plain(value)
+            if value is not None and hints(field).get("bytes"):
+                plain_value = f"{value}B"
             if value is None or silent or (plain_value == {} and isinstance(value, Section)):
                 continue
             plain[field.serialization_alias or name] = plain_value

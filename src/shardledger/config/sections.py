@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from shardledger.config.section import Section
-from shardledger.config.values import Count, DtypeName, Flag, Number, Positive, Whole
+from shardledger.config.values import ByteSize, Count, DtypeName, Flag, Number, Positive, Whole
 
 _PLAN: dict[str, Any] = {"auto": "plan"}
 _PLAN_STAGE_3: dict[str, Any] = {"auto": "plan", "from_stage": 3}
@@ -125,8 +125,9 @@ class ZeroSection(Section):
         0,
         ge=0,
         le=3,
-        description="0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
-        json_schema_extra={"auto": "refuse"},
+        description="0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters; auto: the cheapest that "
+        "keeps the peak under shardledger.memory_budget",
+        json_schema_extra={"auto": "budget"},
     )
     reduce_bucket_size: Count | None = Field(
         None, description="elements reduced in one collective at most", json_schema_extra=_PLAN
@@ -227,3 +228,13 @@ class ShardledgerSection(Section):
     )
     lenient: Flag = Field(False, description="unknown keys are warnings instead of errors")
     prefetch: Flag = Field(True, description="gather the next unit while this one computes (stage 3)")
+    device_memory: ByteSize | None = Field(
+        None,
+        description="memory of one rank's device, as 80GiB; a plan that cannot fit is refused before anything is allocated",
+        json_schema_extra={"bytes": True},
+    )
+    memory_budget: ByteSize | None = Field(
+        None,
+        description='with zero_optimization.stage "auto": memory of one rank\'s device that the peak must stay under',
+        json_schema_extra={"bytes": True},
+    )

@@ -96,7 +96,10 @@ def _field(field: FieldInfo, path: str, value: Any, findings: Findings) -> Any:
 
 def _resolve_auto(field: FieldInfo, path: str, policy: str | None, findings: Findings) -> Any:
     written = findings.written(path)
-    if policy == "refuse":
+    findings.auto.add(path)
+    if policy == "budget":
+        findings.resolutions.append(f"{written}: auto, decided by shardledger.memory_budget when the model is known")
+    elif policy == "refuse":
         findings.problem(f'{written} is "auto", and nothing here can fill it; write a value ({field.description})')
     elif policy == "plan":
         findings.resolutions.append(f"{written}: auto, left to the plan, which takes it from the model")

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
+from shardledger.config.quantities import byte_size
+
 AUTO = "auto"
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -74,6 +76,8 @@ Positive = Annotated[Whole, Field(ge=1)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Flag = bool
+ByteSize = Annotated[int, BeforeValidator(byte_size)]
+"""Bytes, written as ``80GiB``, ``80GB`` or a number."""
 DtypeName = Annotated[Precision, BeforeValidator(dtype_name)]
 StepInterval = Annotated[Positive | None, BeforeValidator(_never_if_infinite)]
 """Steps between two prints; Infinity, which launchers write for "never", is None."""

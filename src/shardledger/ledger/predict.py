@@ -61,12 +61,36 @@ def state_bytes(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int
 
 
 def _gradient_bytes(plan: Plan, flat: FlatLayout) -> int:
+    gradients = gradient_bytes(plan, flat)
+    return gradients.local + (0 if gradients.shared else gradients.reduced)
+
+
+@dataclass(frozen=True)
+class GradientBytes:
+    """Bytes of one flat's gradients on one rank."""
+
+    local: int
+    """What stays in place over micro-batches and steps; 0 where gradients are reduced as they come."""
+    reduced: int
+    """The sum over ranks."""
+    shared: bool
+    """Whether the sum lies in the memory of the local gradients."""
+
+
+def gradient_bytes(plan: Plan, flat: FlatLayout) -> GradientBytes:
+    """Bytes of the gradients of a trainable flat; see docs/decisions/0004."""
     weight = DTYPE_BYTES[flat.dtype]
     wide = flat.dtype not in _HALF and flat.dtype != "float32"
     accumulate = weight if wide else DTYPE_BYTES[plan.precision.accumulate]
     local = weight if wide else DTYPE_BYTES[plan.precision.local_accumulate]
     reduced = (flat.shard_numel if flat.optim_sharded else flat.padded_numel) * accumulate
     if flat.grad_sharded or plan.reproducible:
-        return reduced
+        return GradientBytes(0, reduced, shared=False)
     same = wide or plan.precision.accumulate == plan.precision.local_accumulate
-    return flat.padded_numel * local + (0 if same else reduced)
+    return GradientBytes(flat.padded_numel * local, reduced, shared=same)
+
+
+def master_bytes(flat: FlatLayout) -> int:
+    """Bytes of the values that the optimizer updates on one rank, whether or not they are the weights themselves."""
+    width = 4 if flat.dtype in _HALF else DTYPE_BYTES[flat.dtype]
+    return (flat.shard_numel if flat.optim_sharded else flat.padded_numel) * width

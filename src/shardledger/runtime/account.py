@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 
 from shardledger.layout.build import Layout
 from shardledger.ledger import CATEGORIES, OptimizerBytes, state_bytes
+from shardledger.ledger.row import Row
 from shardledger.plan.plan import Plan
 from shardledger.runtime.activations import ActivationMeter
 from shardledger.runtime.assemble import Parts, weights_of
-from shardledger.runtime.census import state_census
+from shardledger.runtime.census import pending_bytes, state_census, transient_bytes
+from shardledger.runtime.out_of_memory import Shortage, asked_bytes
 from shardledger.telemetry.memory import MemoryMeter
 
 
@@ -26,9 +27,52 @@ class Account:
     optimizer_bytes: OptimizerBytes
     activations: ActivationMeter = field(default_factory=ActivationMeter)
 
-    def watch_forward(self, parts: Parts) -> AbstractContextManager[None]:
-        """Measure the activations of the forward pass inside."""
-        return self.activations.watch(weights_of(parts.units))
+    def begin_forward(self, parts: Parts) -> ActivationMeter:
+        """Measure the activations of the forward pass that begins."""
+        self.activations.begin(weights_of(parts.units))
+        return self.activations
+
+    def shortage(self, error: BaseException, phase: str, parts: Parts, optimizer: torch.optim.Optimizer) -> Shortage:
+        """What is live now, beside the prediction, when ``error`` says that memory ran out."""
+        predicted: dict[str, int | None] = dict.fromkeys((*CATEGORIES, "total"))
+        predicted.update(state_bytes(self.plan, self.layout, self.optimizer_bytes, parts.transport.rank))
+        live: dict[str, int] = {
+            **state_census(parts.units, optimizer),
+            "communication": transient_bytes(parts.units),
+            "framework": self.meter.baseline_bytes,
+        }
+        live["grads"] -= pending_bytes(parts.units)
+        total = self.meter.current_bytes()
+        live["activations"] = max(0, total - sum(live.values()))
+        wanted = asked_bytes(error)
+        unit = parts.units[parts.schedule.at_work].label if phase != "step" else "(optimizer)"
+        found = ()
+        if parts.advise is not None:
+            row = Row(
+                stage=self.plan.stage,
+                offload="none",
+                checkpointing=any(unit.recompute for unit in self.plan.units),
+                micro_batch=self.plan.step.micro_batch,
+                **{**live, "activations": live["activations"] + (wanted or 0)},
+                temporary=0,
+                total=sum(live.values()) + (wanted or 0),
+                host_bytes=0,
+                disk_bytes=0,
+                peak_phase=phase,
+                peak_unit=unit,
+                sent_bytes_per_step=0,
+            )
+            found = tuple(parts.advise(row, sum(live.values())))
+        return Shortage(
+            rank=parts.transport.rank,
+            step=parts.progress.global_steps + parts.progress.skipped_steps + 1,
+            phase=phase,
+            unit=unit,
+            asked_bytes=wanted,
+            live={**live, "total": total},
+            predicted=predicted,
+            remedies=found,
+        )
 
     def ledger(self, parts: Parts, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, int | None]]:
         """Bytes by category and their total; None where there is no prediction."""

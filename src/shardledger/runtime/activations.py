@@ -17,12 +17,19 @@ class ActivationMeter:
         self._weights: set[int] = set()
         self._current = 0
 
-    def watch(self, weights: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-        """A context that counts what is saved within it. ``weights`` are counted elsewhere."""
+    def begin(self, weights: Iterable[torch.Tensor]) -> None:
+        """A forward pass begins. ``weights`` are counted elsewhere."""
         self._seen.clear()
         self._current = 0
         self._weights = {w.untyped_storage()._cdata for w in weights}
+
+    def watch(self) -> AbstractContextManager[None]:
+        """A context that counts what is saved within it, where no other hooks look at saved tensors."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Count one saved tensor, seen by other hooks: of nested ones autograd calls the innermost only."""
+        self._pack(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

@@ -16,6 +16,7 @@ from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.executor import Executor
 from shardledger.runtime.gradients import FlatGradients, GradientMode, GradientRule
 from shardledger.runtime.hooks import Hooks
+from shardledger.runtime.out_of_memory import Advise
 from shardledger.runtime.placement import Site, place
 from shardledger.runtime.progress import Progress
 from shardledger.runtime.saved import SavedWeights
@@ -56,6 +57,8 @@ class Parts:
     """Trainable parameters of each module declared a leaf, as flat and index."""
     undo: tuple[Any, ...] = ()
     """Modules whose forward was wrapped for recomputation."""
+    advise: Advise | None = None
+    """What would help when memory runs out; None: nobody knows."""
     on_destroy: Callable[[], None] | None = None
     """Ends what initialize began beside the engine: the process group, when it made it."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shardledger.ledger import OptimizerBytes
-from shardledger.runtime.optimizer import needs_whole_parameters
+from shardledger.runtime.optimizer import Piece, Recipe, build_optimizer, needs_whole_parameters
 from shardledger.runtime.unit import Unit
 
 
@@ -35,13 +35,17 @@ def state_census(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> dic
 def transient_bytes(units: Sequence[Unit]) -> int:
     """Bytes of gathered parameters and unreduced gradients alive now, beside the states."""
     gathered = sum(f.full.untyped_storage().nbytes() for u in units for f in u.flats if f.layout.param_sharded)
-    pending = sum(
+    return gathered + pending_bytes(units)
+
+
+def pending_bytes(units: Sequence[Unit]) -> int:
+    """Bytes of gradients on their way into a reduction; part of ``transient_bytes``, and of the grads of a census."""
+    return sum(
         g.local.untyped_storage().nbytes()
         for u in units
         for g in u.gradients
         if g.local is not None and not g.keeps_local
     )
-    return gathered + pending
 
 
 def probe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
@@ -57,6 +61,15 @@ def probe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
         held.append(_count((t for s in probe.state.values() for t in s.values() if isinstance(t, torch.Tensor)), set()))
     per_element = (held[1] - held[0]) // 64
     return OptimizerBytes(per_element, held[0] - 64 * per_element, needs_whole_parameters(type(optimizer)))
+
+
+def probe_recipe(recipe: Recipe) -> OptimizerBytes:
+    """The same before the optimizer exists: nothing of the user's is touched."""
+    if isinstance(recipe, torch.optim.Optimizer):
+        return probe_optimizer(recipe)
+    values = torch.zeros(8, 8, requires_grad=True)
+    piece = Piece("probe", None, 0, values)  # type: ignore[arg-type]  # building an optimizer needs the values alone
+    return probe_optimizer(build_optimizer(recipe, [({}, ["probe"])], [piece]))
 
 
 def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:

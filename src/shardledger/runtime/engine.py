@@ -24,6 +24,7 @@ from shardledger.runtime.consolidate import full_state_dict, load_full_state_dic
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.gathered import announce, withdraw
 from shardledger.runtime.last_words import listen_for_the_end, part_with
+from shardledger.runtime.out_of_memory import telling_shortage
 from shardledger.runtime.step import Stepper, Window
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Traffic
@@ -82,7 +83,7 @@ class Engine:
             args, kwargs = cast_floats((args, kwargs), dtype_of(self.plan.precision.compute))
         parts.enter("forward")
         try:
-            with self._clock.time("forward"), self._saved_tensors(parts), self._autocast():
+            with self._at("forward", parts), self._saved_tensors(parts), self._autocast():
                 return self.module(*args, **kwargs)
         except BaseException:
             self._abort(parts)
@@ -122,7 +123,7 @@ class Engine:
         target = self.scale(loss)
         parts.mode.mute = weight == 0
         try:
-            with self._clock.time("backward"):
+            with self._at("backward", parts):
                 (target * factor if factor != 1.0 else target).backward(retain_graph=retain_graph)
         except BaseException:
             self._abort(parts)
@@ -181,7 +182,7 @@ class Engine:
         parts.mode.widen = not parts.executor.sync
         if self._checks is not None:
             self._checks.before_step(window.step)
-        with self._clock.time("step"):
+        with self._at("step", parts):
             outcome = self._stepper.step(parts.executor, window)
         progress.last = outcome
         if outcome.applied:
@@ -441,10 +442,19 @@ class Engine:
         """Look at what autograd saves: weights always, for their safety; everything once, to measure activations."""
         with ExitStack() as stack:
             if torch.is_grad_enabled():
-                if self._progress.micro_steps == 0 and self.module.training:
-                    stack.enter_context(self._account.watch_forward(parts))
+                measured = self._progress.micro_steps == 0 and self.module.training
+                meter = self._account.begin_forward(parts) if measured else None
                 if parts.saved.needed:
-                    stack.enter_context(parts.saved.watch())
+                    stack.enter_context(parts.saved.watch(meter.note if meter else None))
+                elif meter:
+                    stack.enter_context(meter.watch())
+            yield
+
+    @contextmanager
+    def _at(self, phase: str, parts: Parts) -> Iterator[None]:
+        """Time a phase, and tell the ledger when memory runs out in it."""
+        tell = telling_shortage(lambda error: self._account.shortage(error, phase, parts, self.optimizer))
+        with self._clock.time(phase), tell:
             yield
 
     def _guard_optimizer(self, *_: Any) -> None:

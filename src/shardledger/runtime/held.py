@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardledger.errors import EngineStateError
 
@@ -48,8 +49,10 @@ class HeldGradient(torch.Tensor):
         return f"HeldGradient(shape={tuple(self.shape)})"
 
 
-def stand_in(parameter: torch.Tensor) -> HeldGradient:
+def stand_in(parameter: torch.Tensor) -> torch.Tensor:
     """A stand-in for the gradient of ``parameter``: one element, expanded."""
     with torch._C.DisableTorchFunctionSubclass():
         one = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
-        return one.expand(parameter.shape).as_subclass(HeldGradient)
+        expanded = one.expand(parameter.shape)
+        # The class of a dry run's tensor is its dispatch.
+        return expanded if isinstance(expanded, FakeTensor) else expanded.as_subclass(HeldGradient)

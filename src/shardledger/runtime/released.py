@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardledger.errors import ReleasedParameterError
 
@@ -66,7 +67,9 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 def release(parameter: nn.Parameter, name: str, stand_in: torch.Tensor) -> None:
     """Swap the values of ``parameter`` for ``stand_in``."""
-    if type(parameter) is not ReleasedParameter:
+    if isinstance(parameter, FakeTensor):  # of a dry run: its class is its dispatch, and it has no values to guard
+        parameter.data = stand_in
+    elif type(parameter) is not ReleasedParameter:
         setattr(parameter, _MARK, (name, type(parameter)))
         parameter.data = stand_in
         parameter.__class__ = ReleasedParameter

@@ -36,9 +36,16 @@ class SavedWeights:
         self._gather = gather
         self._flats = {flat.full.untyped_storage()._cdata: flat for unit in units for flat in unit.sharded_flats}
 
-    def watch(self) -> AbstractContextManager[None]:
-        """A context for a forward pass."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    def watch(self, note: Callable[[torch.Tensor], None] | None = None) -> AbstractContextManager[None]:
+        """A context for a forward pass; ``note`` is shown every saved tensor."""
+        if note is None:
+            return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
+            note(tensor)
+            return self._pack(tensor)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
     @property
     def needed(self) -> bool:

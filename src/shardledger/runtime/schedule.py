@@ -84,6 +84,13 @@ class Schedule:
         """Units whose first input has its gradient, in the current backward pass."""
 
     @property
+    def at_work(self) -> int:
+        """The unit that runs or ran last, in forward or in backward; for messages."""
+        if self.in_backward:
+            return self._order[self._back_position] if self._back_position < len(self._order) else ROOT
+        return next((unit for unit in reversed(self._order) if self._active[unit] > 0), ROOT)
+
+    @property
     def _order(self) -> list[int]:
         return self._orders[1]
 

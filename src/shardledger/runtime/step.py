@@ -17,7 +17,7 @@ from shardledger.runtime.optimizer import Piece
 from shardledger.runtime.unit import Unit
 from shardledger.transport import Transport
 
-_BITS = 48
+FLAGS_PER_NUMBER = 48
 """Presence flags per number of the exchange: integers below 2**48 survive a float64."""
 
 
@@ -191,7 +191,10 @@ class Stepper:
             flags += gradients.present
         norm = self._exact_norm() if self._plan.reproducible else None
         square = 0.0 if norm is not None else self._local_square()
-        words = [sum(1 << bit for bit, f in enumerate(flags[i : i + _BITS]) if f) for i in range(0, len(flags), _BITS)]
+        words = [
+            sum(1 << bit for bit, f in enumerate(flags[i : i + FLAGS_PER_NUMBER]) if f)
+            for i in range(0, len(flags), FLAGS_PER_NUMBER)
+        ]
         rows = self._transport.exchange(
             torch.tensor([square, weight, *words], dtype=torch.float64), "exchange of the gradient norm"
         ).tolist()
@@ -202,7 +205,9 @@ class Stepper:
         merged = [0] * len(words)
         for row in rows:
             merged = [a | int(b) for a, b in zip(merged, row[2:], strict=True)]
-        present = {name: bool(merged[i // _BITS] >> (i % _BITS) & 1) for i, name in enumerate(names)}
+        present = {
+            name: bool(merged[i // FLAGS_PER_NUMBER] >> (i % FLAGS_PER_NUMBER) & 1) for i, name in enumerate(names)
+        }
         return math.sqrt(total) if norm is None else norm, total_weight, present
 
     def _shards(self) -> list[torch.Tensor]:

@@ -59,12 +59,16 @@ class GPTConfig:
 
 # Widths and heads are those of GPT-2. With 256 bytes instead of 50,257 tokens the token table is nearly free, so
 # "124m" and "350m" have more blocks than GPT-2 (17 for 12, 28 for 24): the name stays what the model weighs, and all
-# of it computes.
+# of it computes. The sizes in billions are those of GPT-3 and Llama, likewise; they are there to be planned.
 SIZES: Mapping[str, GPTConfig] = {
     "1m": GPTConfig(layers=3, heads=5, width=160),
     "25m": GPTConfig(layers=8, heads=8, width=512, context=1024),
     "124m": GPTConfig(layers=17, heads=12, width=768, context=1024),
     "350m": GPTConfig(layers=28, heads=16, width=1024, context=1024),
+    "1.3b": GPTConfig(layers=26, heads=16, width=2048, context=2048),
+    "7b": GPTConfig(layers=35, heads=32, width=4096, context=2048),
+    "13b": GPTConfig(layers=41, heads=40, width=5120, context=2048),
+    "70b": GPTConfig(layers=87, heads=64, width=8192, context=2048),
 }
 
 
@@ -87,8 +91,9 @@ def _nearest_size(wanted: str) -> str | None:
     number = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|b)?", wanted)
     if number is None or float(number[1]) == 0:
         return next(iter(difflib.get_close_matches(wanted, SIZES, n=1, cutoff=0.4)), None)
-    millions = float(number[1]) * {"k": 1e-3, "m": 1.0, "b": 1e3, None: 1.0}[number[2]]
-    return min(SIZES, key=lambda size: abs(math.log(float(size.rstrip("m")) / millions)))
+    scale = {"k": 1e-3, "m": 1.0, "b": 1e3, None: 1.0}
+    millions = float(number[1]) * scale[number[2]]
+    return min(SIZES, key=lambda size: abs(math.log(float(size[:-1]) * scale[size[-1]] / millions)))
 
 
 class Linear(nn.Linear):

@@ -1,7 +1,8 @@
 """From a model's name on the command line to a module.
 
 ``gpt:SIZE`` names the built-in GPT. ``package.module:function`` names a function of the user's that returns an
-``nn.Module``; it may take a ``seq_len`` argument. The module is called as ``module(tokens, targets)`` with int64
+``nn.Module``; it may take a ``seq_len`` argument. The path of a Hugging Face ``config.json`` names the causal language
+model that it describes. The module is called as ``module(tokens, targets)`` with int64
 tensors [B, T] of byte values (0-255) and answers with a scalar loss, a tuple whose first item is the loss, or an
 object with a ``loss`` attribute.
 """
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from shardledger.errors import ConfigError
 from shardledger.workload.gpt import GPT, SIZES, gpt_config
+from shardledger.workload.hugging_face import hugging_face_factory, is_hugging_face
 
 ModelFactory = Callable[[int], nn.Module]  # seq_len -> module
 
@@ -28,11 +30,14 @@ def find_model(name: str) -> ModelFactory:
     Raises:
         ConfigError: unknown size, no such module or function, or not a name of either form.
     """
+    if is_hugging_face(name):
+        build = hugging_face_factory(name)
+        return lambda seq_len: build()
     kind, colon, rest = name.partition(":")
     if not colon or not kind or not rest:
         raise ConfigError(
-            f"model {name!r} is not a model's name; write gpt:SIZE (SIZE one of {', '.join(SIZES)}) "
-            "or package.module:function."
+            f"model {name!r} is not a model's name; write gpt:SIZE (SIZE one of {', '.join(SIZES)}), "
+            "package.module:function, or the path of a Hugging Face config.json."
         )
     if kind.lower() == "gpt":
         gpt_config(rest)  # raises for an unknown size
@@ -92,11 +97,19 @@ def _user_factory(name: str, module_name: str, function_name: str) -> ModelFacto
 
 
 def _call(name: str, function: Callable[..., Any], seq_len: int) -> nn.Module:
+    given: dict[str, int] = {}
     try:
-        takes_seq_len = "seq_len" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some callables of C have no signature
-        takes_seq_len = False
-    model = function(seq_len=seq_len) if takes_seq_len else function()
+        signature = inspect.signature(function)
+        given = {"seq_len": seq_len} if "seq_len" in signature.parameters else {}
+        signature.bind(**given)
+    except TypeError as error:
+        raise ConfigError(
+            f"model {name!r}: it is called with {'seq_len alone' if given else 'no arguments'}, which it does not take: "
+            f"{error}. Name a function that returns the whole model."
+        ) from None
+    except ValueError:  # some callables of C have no signature
+        pass
+    model = function(**given)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {name!r}: it returned a value of type {type(model).__name__}, not a torch.nn.Module.")
     return model

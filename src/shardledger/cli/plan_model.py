@@ -1,0 +1,191 @@
+"""The plan of a whole model: rows of the dry run as a table, the recommendation, pictures and a config file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardledger.cli.plan_options import Hardware, PlanOptions, framework_of
+from shardledger.cli.plan_output import aligned, as_json, finish, print_json, sentences
+from shardledger.cli.plan_plot import check_plot, print_bars, write_plot
+from shardledger.cli.plan_question import ADAPTERS, DEFAULT_SEQ_LEN, Planned, Planner, Question
+from shardledger.cli.plan_verify import check_room, print_verification, ranks_for
+from shardledger.cli.plan_write import Base, fresh_base, write_config
+from shardledger.errors import ConfigError, DoesNotFitError
+from shardledger.ledger.amounts import common_unit, gib, in_unit, parameters
+from shardledger.ledger.categories import CATEGORIES
+from shardledger.ledger.choose import cheapest, choice
+from shardledger.ledger.fit import Situation, fits
+from shardledger.ledger.recommend import Recommendation, recommend
+from shardledger.ledger.row import Row
+from shardledger.ledger.traffic import step_time
+
+
+def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner) -> None:
+    """Print the plan, recommend, draw, write.
+
+    Raises:
+        ConfigError: wrong options, config or model.
+        DoesNotFitError: no choice fits.
+    """
+    if options.plot is not None:
+        check_plot(options.plot)
+    question = question_of(options)
+    planned = planner(question)
+    situation = situation_of(question, planned, options, hardware)
+    adapters = None
+    if situation.little_data and question.trainable == "all":
+        adapters = planner(replace(question, trainable=ADAPTERS))
+    if hardware.memory_budget is not None:
+        rows, answer = list(planned.rows), within_budget(planned.rows, hardware.memory_budget)
+    else:
+        rows, answer = settle(question, planned, adapters, situation, planner)
+    if options.json:
+        print_json(as_json(rows, answer, situation))
+    else:
+        print(heading(question, planned, situation))
+        print()
+        print(table(rows, situation))
+        print()
+        for note in planned.notes:
+            print(f"note: {note}\n")
+        print_bars(_worth_drawing(rows, answer, question), situation.device_memory, planned.timeline)
+        print()
+        print(sentences(answer))
+    if options.plot is not None:
+        write_plot(options.plot, rows, situation.device_memory, planned.timeline, heading(question, planned, situation))
+    base = Base(content=question.written, micro_batch=question.micro_batch, accumulation=question.accumulation)
+    write_config(options.write, answer, base, quiet=options.json)
+    if options.verify and answer.row is not None:
+        check_room(planned.parameters, ranks_for(options))
+        print_verification(options, question, answer.row, quiet=options.json)
+    finish(answer, situation)
+
+
+def question_of(options: PlanOptions) -> Question:
+    """Config, batch and model of the options, checked; the command line's batch replaces the config's.
+
+    Raises:
+        ConfigError: with every problem of the config.
+    """
+    from shardledger.config import load_config
+    from shardledger.config.source import read_source
+    from shardledger.workload.adapters import adapter_rank
+
+    if options.trainable is not None:
+        adapter_rank(options.trainable)
+    fresh = fresh_base(options).content
+    written = fresh if options.config is None else read_source(options.config)[0]
+    config = load_config(options.config or fresh, world=options.world, world_source="--world")
+    return Question(
+        model=options.model or "",
+        world=options.world,
+        config={"optimizer": fresh["optimizer"], **config.to_dict()},
+        written={"optimizer": fresh["optimizer"], **written},
+        micro_batch=options.micro_batch or config.train_micro_batch_size_per_gpu,
+        seq_len=options.seq_len or DEFAULT_SEQ_LEN,
+        accumulation=options.accumulation or config.gradient_accumulation_steps,
+        device=options.device.lower(),
+        framework_bytes=framework_of(options),
+        trainable=options.trainable or "all",
+    )
+
+
+def situation_of(question: Question, planned: Planned, options: PlanOptions, hardware: Hardware) -> Situation:
+    """What the plan must fit into. Raises ConfigError without device memory."""
+    memory = hardware.memory_budget or hardware.device_memory
+    if memory is None:
+        raise ConfigError("--model needs --device-memory, as in --device-memory 80GiB, or --memory-budget")
+    return Situation(
+        device_memory=memory,
+        host_memory=hardware.host_memory,
+        ranks_per_machine=hardware.ranks_per_machine,
+        world=question.world,
+        parameters=planned.parameters,
+        trained=planned.trained,
+        bandwidth=hardware.bandwidth,
+        flops=hardware.flops,
+        tokens=question.micro_batch * question.seq_len * question.accumulation,
+        task_samples=options.task_samples,
+        accumulation=question.accumulation,
+    )
+
+
+def settle(
+    question: Question, planned: Planned, adapters: Planned | None, situation: Situation, planner: Planner
+) -> tuple[list[Row], Recommendation]:
+    """Recommend, planning once more with each smaller micro-batch that would be recommended, until it is exact."""
+    rows = list(planned.rows)
+    adapter_rows = list(adapters.rows) if adapters is not None else []
+    while True:
+        answer = recommend(rows, situation, adapter_rows=adapter_rows)
+        if answer.row is None or not answer.estimated:
+            return [*adapter_rows, *rows] if answer.adapters else rows, answer
+        smaller = replace(
+            question,
+            micro_batch=answer.row.micro_batch,
+            accumulation=question.accumulation * (question.micro_batch // answer.row.micro_batch),
+            trainable=ADAPTERS if answer.adapters else question.trainable,
+        )
+        (adapter_rows if answer.adapters else rows).extend(planner(smaller).rows)
+
+
+def within_budget(rows: Sequence[Row], budget: int) -> Recommendation:
+    """What ``"stage": "auto"`` chooses under this budget, as a recommendation."""
+    try:
+        row = cheapest(rows, budget)
+    except DoesNotFitError as error:
+        missing = min(row.total for row in rows if row.offload == "none") - budget
+        return Recommendation(row=None, reasons=(str(error),), missing_bytes=missing)
+    return Recommendation(row=row, reasons=(choice(row, rows, budget),))
+
+
+def heading(question: Question, planned: Planned, situation: Situation) -> str:
+    """One line that says what was planned."""
+    trained = "" if planned.trained == planned.parameters else f" ({parameters(planned.trained)} trained)"
+    return (
+        f"{question.model}, {parameters(planned.parameters)} parameters{trained}, {question.world} ranks, micro-batch "
+        f"{question.micro_batch} x {question.seq_len} tokens, accumulation {question.accumulation}, "
+        f"{gib(situation.device_memory)} per device"
+    )
+
+
+def table(rows: Sequence[Row], situation: Situation) -> str:
+    """One line a row: bytes by category at the peak, where the peak is, whether it fits, what travels and how long."""
+    _, (unit, size) = common_unit(max(row.total for row in rows))
+    short = dict(zip(CATEGORIES, ("params", "grads", "master", "optim", "activ", "comm", "temp", "frame"), strict=True))
+    several = len({row.micro_batch for row in rows}) > 1
+    columns = ["stage", "offload", *(["batch"] if several else []), "recomp", *short.values()]
+    columns += [f"peak {unit}", "fits", f"free {unit}", f"sent {unit}", f"host {unit}", f"disk {unit}"]
+    columns += ["step s", "hidden"] if situation.speed else []
+    columns += ["peak in"]
+    lines = []
+    for row in rows:
+        line = [str(row.stage), row.offload, *([str(row.micro_batch)] if several else [])]
+        line += ["yes" if row.checkpointing else "no", *(in_unit(getattr(row, name), size) for name in CATEGORIES)]
+        line += [in_unit(row.total, size), "yes" if fits(row, situation) else "NO"]
+        line += [in_unit(situation.device_memory - row.total, size), in_unit(row.sent_bytes_per_step, size)]
+        line += [in_unit(row.host_bytes, size), in_unit(row.disk_bytes, size)]
+        if situation.speed and situation.tokens:
+            recompute = row.checkpointing
+            time = step_time(
+                row.sent_bytes_per_step, situation.parameters, situation.tokens, situation.speed, recompute=recompute
+            )
+            line += [f"{time.bound_s:.3g}", "yes" if time.hidden else f"from {time.tokens_to_hide:,} tokens"]
+        line += [f"{row.peak_phase} {row.peak_unit}".strip()]
+        lines.append(line)
+    text = aligned(columns, lines)
+    if situation.speed:
+        text += (
+            "\nstep s: no step is shorter (computing, or bytes over the link, whichever takes longer); hidden: whether "
+            "computing covers the bytes sent."
+        )
+    return text
+
+
+def _worth_drawing(rows: Sequence[Row], answer: Recommendation, question: Question) -> list[Row]:
+    """For the terminal: what keeps everything on the device, and what is recommended."""
+    drawn = [row for row in rows if row.offload == "none" and row.micro_batch == question.micro_batch]
+    if answer.row is not None and answer.row not in drawn:
+        drawn.append(answer.row)
+    return drawn or list(rows)

@@ -1,0 +1,42 @@
+"""The dry run behind ``shardledger plan --model``."""
+
+from __future__ import annotations
+
+from shardledger.cli.plan_question import Planned, Question
+
+
+def run_planner(question: Question) -> Planned:
+    """Plan one micro-batch under every stage, offload and recomputation.
+
+    Raises:
+        ConfigError: the model's name or the configuration is wrong.
+        PlanError: the model cannot be run without values.
+    """
+    from shardledger.forecast import Question as DryQuestion
+    from shardledger.forecast import forecast
+
+    batch = {
+        "train_micro_batch_size_per_gpu": question.micro_batch,
+        "gradient_accumulation_steps": question.accumulation,
+    }
+    content = {key: value for key, value in question.config.items() if key != "train_batch_size"}
+    found = forecast(
+        DryQuestion(
+            model=question.model,
+            config={**content, **batch},
+            world=question.world,
+            micro_batches=(question.micro_batch,),
+            seq_len=question.seq_len,
+            device=question.device,
+            framework_bytes=question.framework_bytes,
+            trainable=question.trainable,
+        )
+    )
+    first = next(iter(found.runs.values()))
+    return Planned(
+        rows=found.rows,
+        parameters=found.spec.numel,
+        trained=sum(p.numel for p in found.spec.parameters if p.trainable),
+        timeline=first.run.timeline,
+        notes=found.notes,
+    )

@@ -1,0 +1,298 @@
+"""From a model and a configuration to the rows of a plan: the body of ``shardledger.plan``.
+
+Each combination of stage, recomputation and micro-batch is one dry run of the engine (``runtime.dryrun``); offload is
+arithmetic on top of it. Nothing is allocated, no process group is made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardledger.config import Config, load_config
+from shardledger.errors import ConfigError, PlanError
+from shardledger.layout.build import Layout, build_layout
+from shardledger.ledger.categories import CATEGORIES
+from shardledger.ledger.fit import Situation
+from shardledger.ledger.offload import OFFLOADS, OFFLOADS_OF_SHARDED_PARAMS, offloaded
+from shardledger.ledger.recommend import Recommendation, recommend
+from shardledger.ledger.row import Row
+from shardledger.plan.build import build_plan
+from shardledger.plan.plan import Plan
+from shardledger.plan.roles import Role
+from shardledger.plan.spec import ModelSpec
+from shardledger.runtime.describe import describe
+from shardledger.runtime.dryrun import DryRun, Rehearsal, dry_run
+from shardledger.runtime.optimizer import OptimizerRecipe, check_recipe
+from shardledger.workload import find_model, loss_of
+from shardledger.workload.adapters import train_adapters
+
+DEFAULT_CONFIG: Mapping[str, Any] = {
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+}
+"""What is planned without a configuration."""
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be planned."""
+
+    model: str | nn.Module | Callable[[], nn.Module]
+    """A name (``gpt:SIZE``, ``package.module:function``, a Hugging Face ``config.json``), a module on any device, or a
+    function that returns one."""
+    config: Any = None
+    """As for ``initialize``; None: bf16 and AdamW."""
+    world: int
+    micro_batches: tuple[int, ...] = ()
+    """Samples per rank and micro-batch; empty: what the configuration says."""
+    seq_len: int = 1024
+    """Tokens per sample, for models that take tokens and targets."""
+    batch: Any = None
+    """Positional arguments of the model for one micro-batch: tensors (their values do not matter), or a function that
+    returns them for a number of samples. None: int64 tokens and targets, both [micro-batch, seq_len]."""
+    device: str = "cuda"
+    """``"cuda"`` (ranks talk as NCCL's do, the model is made on the host) or ``"cpu"`` (gloo, and the model counts)."""
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    checkpointing: tuple[bool, ...] = (False, True)
+    trainable: str = "all"
+    """``"all"`` (as the model says) or ``"lora:r=16"``."""
+    framework_bytes: int = 0
+    """What the process has on the device before the model."""
+    device_memory: int | None = None
+    """Bytes of one device; None: nothing is recommended."""
+    host_memory: int | None = None
+    """Bytes of one machine."""
+    rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """One dry run and what it was made from."""
+
+    config: Config
+    plan: Plan
+    layout: Layout
+    run: DryRun
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The answer to a ``Question``."""
+
+    spec: ModelSpec
+    rows: tuple[Row, ...]
+    runs: Mapping[tuple[int, bool, int], Rehearsed]
+    """By stage, checkpointing and micro-batch."""
+    notes: tuple[str, ...] = field(default=())
+    """What could not be planned, and why."""
+    recommended: Recommendation | None = None
+    """What to take and why; None where no device memory was named."""
+
+
+def forecast(question: Question) -> Forecast:
+    """Plan every combination.
+
+    Raises:
+        ConfigError: the model's name or the configuration is wrong.
+        PlanError: the model cannot be laid out, or not be run without values.
+    """
+    base = base_config(question)
+    make_model = model_maker(question)
+    spec = describe_model(make_model)
+    rows: list[Row] = []
+    notes: list[str] = []
+    runs: dict[tuple[int, bool, int], Rehearsed] = {}
+    micro_batches = question.micro_batches or (base.train_micro_batch_size_per_gpu,)
+    for stage in question.stages:
+        for checkpointing in question.checkpointing:
+            for micro_batch in micro_batches:
+                try:
+                    config = variant(base, question.world, stage, checkpointing, micro_batch)
+                    found = rehearse(question, config, spec, make_model)
+                except ConfigError as error:
+                    notes.append(f"stage {stage}: {error}")
+                    break
+                runs[stage, checkpointing, micro_batch] = found
+                rows += rows_of(question, found)
+    if not rows:
+        raise ConfigError(*notes)
+    answer = None if question.device_memory is None else recommend(rows, situation_of(question, base, spec))
+    return Forecast(spec, tuple(rows), runs, tuple(dict.fromkeys(notes)), answer)
+
+
+def situation_of(question: Question, base: Config, spec: ModelSpec) -> Situation:
+    """What the rows must fit into."""
+    assert question.device_memory is not None
+    return Situation(
+        device_memory=question.device_memory,
+        host_memory=question.host_memory,
+        world=question.world,
+        parameters=spec.numel,
+        trained=sum(p.numel for p in spec.parameters if p.trainable),
+        accumulation=base.gradient_accumulation_steps,
+    )
+
+
+def rehearse(question: Question, config: Config, spec: ModelSpec, make_model: Callable[[], nn.Module]) -> Rehearsed:
+    """Run one configuration dry."""
+    plan = build_plan(config, spec, world=question.world)
+    layout = build_layout(plan, spec)
+    recipe = recipe_of(config, spec)
+    check_recipe(recipe, sharded=plan.is_sharded(Role.OPTIM))
+    rehearsal = Rehearsal(
+        make_model=make_model,
+        make_batch=partial(make_batch, question, config.train_micro_batch_size_per_gpu),
+        loss_of=loss_of,
+        plan=plan,
+        layout=layout,
+        recipe=recipe,
+        groups=[({}, [p.name for p in spec.parameters if p.trainable])],
+        device=question.device,
+        rank=question.rank,
+    )
+    try:
+        return Rehearsed(config=config, plan=plan, layout=layout, run=dry_run(rehearsal))
+    except (PlanError, ConfigError):
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"{spec.class_name} cannot be run without values (stage {plan.stage}, micro-batch "
+            f"{plan.step.micro_batch}): {type(error).__name__}: {error}. A plan runs the model on tensors that have "
+            f"shapes only; code that reads values (.item(), .numpy(), if tensor: ...) stops it. Check also that the "
+            f"model takes the inputs that the plan gives it: tokens and targets, int64, unless batch=... says otherwise."
+        ) from error
+
+
+def rows_of(question: Question, found: Rehearsed) -> list[Row]:
+    """One row for each choice of offload."""
+    sharded = any(flat.param_sharded for flat in found.layout.flats)
+    return [row_of(question, found, choice) for choice in (OFFLOADS_OF_SHARDED_PARAMS if sharded else OFFLOADS)]
+
+
+def row_of(question: Question, found: Rehearsed, offload: str) -> Row:
+    """The highest moment of a step under one choice of offload."""
+    moved = offloaded(found.plan, found.layout, found.run.optimizer_bytes, question.rank, offload)
+    best: tuple[int, dict[str, int], str, str] | None = None
+    for phase, reading in found.run.peaks.items():
+        held = dict(reading.by_category)
+        for category, nbytes in moved.device.items():
+            held[category] = max(0, held[category] - nbytes)  # at birth not all of it is there yet
+        held["framework"] += question.framework_bytes
+        total = sum(held.values())
+        if best is None or total > best[0]:
+            best = (total, held, phase, reading.unit)
+    assert best is not None
+    total, held, phase, unit = best
+    return Row(
+        stage=found.plan.stage,
+        offload=offload,
+        checkpointing=found.config.shardledger.activation_checkpointing,
+        micro_batch=found.plan.step.micro_batch,
+        **{category: held[category] for category in CATEGORIES},
+        total=total,
+        host_bytes=moved.host,
+        disk_bytes=moved.disk,
+        peak_phase=phase,
+        peak_unit=unit,
+        sent_bytes_per_step=found.run.sent_bytes_per_step,
+    )
+
+
+def base_config(question: Question) -> Config:
+    """The configuration with an optimizer, whatever stage and batch it asks for. Raises ConfigError."""
+    given = question.config
+    if isinstance(given, Config):
+        return given
+    given = DEFAULT_CONFIG if given is None else given
+    return load_config(given, world=question.world, world_source="the plan's world size")
+
+
+def variant(base: Config, world: int, stage: int, checkpointing: bool, micro_batch: int) -> Config:
+    """``base`` at another stage, with or without recomputation, at another micro-batch.
+
+    The accumulation stays as it is, so another micro-batch means another global batch. Raises ConfigError.
+    """
+    raw = base.to_dict()
+    zero = {k: v for k, v in raw.get("zero_optimization", {}).items() if not k.startswith("offload_")}
+    accumulation = base.gradient_accumulation_steps
+    changed = {
+        **raw,
+        "zero_optimization": {**zero, "stage": stage},
+        "shardledger": {**raw.get("shardledger", {}), "activation_checkpointing": checkpointing},
+        **dict(zip(BATCH_KEYS, (micro_batch * accumulation * world, micro_batch, accumulation), strict=True)),
+    }
+    return load_config(changed, world=world, world_source="the plan's world size")
+
+
+def recipe_of(config: Config, spec: ModelSpec) -> OptimizerRecipe:
+    """The configuration's optimizer; AdamW without one."""
+    if not any(p.trainable for p in spec.parameters):
+        return OptimizerRecipe("SGD", {"lr": 0.0})
+    if config.optimizer is None:
+        return OptimizerRecipe("AdamW", {"lr": 1e-4})
+    return OptimizerRecipe(*config.optimizer.resolved())
+
+
+def model_maker(question: Question) -> Callable[[], nn.Module]:
+    """A function that makes the model anew, to be called under fake tensors. Raises ConfigError."""
+    model = question.model
+    if isinstance(model, str):
+        make: Callable[[], nn.Module] = partial(find_model(model), question.seq_len)
+    elif isinstance(model, nn.Module):
+        make = partial(_copied, model)
+    elif callable(model):
+        make = model
+    else:
+        raise ConfigError(f"plan needs a model's name, a torch.nn.Module or a function, got {type(model).__name__}.")
+    return partial(_made, make, question.trainable)
+
+
+def make_batch(question: Question, micro_batch: int) -> tuple[Any, ...]:
+    """The arguments of one micro-batch, without values."""
+    if question.batch is None:
+        tokens = torch.zeros(micro_batch, question.seq_len, dtype=torch.int64)
+        return tokens, torch.zeros(micro_batch, question.seq_len, dtype=torch.int64)
+    batch = question.batch(micro_batch) if callable(question.batch) else question.batch
+    return tuple(_blank(batch if isinstance(batch, (tuple, list)) else (batch,)))
+
+
+def _blank(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros(value.shape, dtype=value.dtype)
+    if isinstance(value, Mapping):
+        return {key: _blank(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_blank(item) for item in value)
+    return value
+
+
+def describe_model(make_model: Callable[[], nn.Module]) -> ModelSpec:
+    """The model as plain data, made without values."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return describe(make_model())
+
+
+def _made(make: Callable[[], nn.Module], trainable: str) -> nn.Module:
+    model = make()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model function returned a {type(model).__name__}, not a torch.nn.Module.")
+    return train_adapters(model, trainable)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy whose tensors have no values: the user's module is not touched."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        blank = torch.empty(tensor.shape, dtype=tensor.dtype)
+        memo[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,106 @@
+"""What a plan needs at least, before any batch has been seen: states, and the largest unit while it is computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import groupby
+
+from shardledger.layout.build import Layout
+from shardledger.layout.flat import FlatLayout
+from shardledger.ledger.predict import OptimizerBytes, state_bytes
+from shardledger.ledger.row import Row
+from shardledger.ledger.traffic import Wire, sent_bytes
+from shardledger.plan.plan import Plan
+from shardledger.plan.spec import DTYPE_BYTES
+
+_STATES = ("params", "grads", "master", "optimizer")
+
+
+def at_least(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int) -> Row:
+    """A row that no run of the plan stays under; activations, buffers and temporaries are left out (0).
+
+    From the second step on all states exist while a unit runs, and at the end of its backward pass its full weights and
+    full gradients do too, where they are sharded.
+    """
+    states = state_bytes(plan, layout, optimizer, rank)
+    largest, label = 0, ""
+    for unit, flats in groupby(sorted(layout.flats, key=lambda flat: flat.unit), key=lambda flat: flat.unit):
+        transient = sum(_transient(plan, flat) for flat in flats)
+        if transient > largest:
+            largest, label = transient, plan.units[unit].label
+    return Row(
+        stage=plan.stage,
+        offload="none",
+        checkpointing=any(unit.recompute for unit in plan.units),
+        micro_batch=plan.step.micro_batch,
+        **states,
+        activations=0,
+        communication=largest,
+        temporary=0,
+        framework=0,
+        total=sum(states.values()) + largest,
+        host_bytes=0,
+        disk_bytes=0,
+        peak_phase="backward",
+        peak_unit=label,
+        sent_bytes_per_step=_sent(plan, layout),
+    )
+
+
+def in_place_of(row: Row, others: Iterable[Row]) -> list[Row]:
+    """``others`` (rows of ``at_least``) with the activations, temporaries and framework of ``row``, which was measured.
+
+    Communication is that of ``others``, and what ``row`` had beyond the least of its own plan.
+    """
+    bounds: Mapping[tuple[int, str], Row] = {(other.stage, other.offload): other for other in others}
+    own = bounds.get((row.stage, row.offload))
+    beyond = max(0, row.communication - own.communication) if own is not None else row.communication
+    made = []
+    for other in bounds.values():
+        if other is own:
+            continue
+        filled = replace(
+            other,
+            checkpointing=row.checkpointing,
+            micro_batch=row.micro_batch,
+            activations=row.activations,
+            communication=other.communication + beyond,
+            temporary=row.temporary,
+            framework=row.framework,
+        )
+        total = sum(
+            getattr(filled, name) for name in (*_STATES, "activations", "communication", "temporary", "framework")
+        )
+        made.append(replace(filled, total=total))
+    return made
+
+
+def _transient(plan: Plan, flat: FlatLayout) -> int:
+    """Bytes of one flat that exist only while its unit is at work."""
+    weight = DTYPE_BYTES[flat.dtype]
+    weights = flat.padded_numel * weight if flat.param_sharded else 0
+    if not flat.trainable or not (flat.grad_sharded or plan.reproducible):
+        return weights
+    wide = flat.dtype not in ("float32", "bfloat16", "float16")
+    gradient = weight if wide else DTYPE_BYTES[plan.precision.local_accumulate]
+    # Where one micro-batch is reduced at a time, gradients arrive in the dtype of the weights and are widened on the way.
+    return weights + flat.padded_numel * min(weight, gradient)
+
+
+def _sent(plan: Plan, layout: Layout) -> int:
+    wire = DTYPE_BYTES[plan.precision.wire]
+    weight = DTYPE_BYTES[plan.precision.compute]
+    trained = sum(flat.padded_numel for flat in layout.flats if flat.trainable)
+    frozen = sum(flat.padded_numel for flat in layout.flats if not flat.trainable)
+    return sent_bytes(
+        plan.stage,
+        plan.world,
+        Wire(
+            trained=trained,
+            frozen=frozen,
+            weight_bytes=weight,
+            gradient_bytes=wire,
+            accumulation=plan.step.accumulation,
+        ),
+    )

@@ -1,0 +1,185 @@
+"""Out of memory, before and after: a plan that cannot fit is refused unbuilt; a run that runs out tells its ledger."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardledger as sl
+from shardledger.cli.exits import DOES_NOT_FIT, exit_code
+from shardledger.errors import DoesNotFitError
+from shardledger.runtime.out_of_memory import asked_bytes, is_out_of_memory
+from support.ranks import run_ranks
+
+CUDA_MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
+CPU_MESSAGE = (
+    "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096000 bytes. Error code 12"
+)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    """Four blocks; x[n, width] -> loss."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def config(stage=0, **own):
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "shardledger": own,
+    }
+
+
+class Fails(torch.autograd.Function):
+    """Passes x through; its backward raises ``error``."""
+
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ctx.error
+
+
+def out_of_memory_at(phase, error, engine, x, monkeypatch):
+    """Let one training step fail in a phase."""
+    block = engine.module.blocks[2]
+    if phase == "forward":
+        monkeypatch.setattr(torch, "tanh", lambda _: (_ for _ in ()).throw(error))
+    if phase == "backward":
+        monkeypatch.setattr(block.linear, "forward", lambda x, f=block.linear.forward: Fails.apply(f(x), error))
+    if phase == "step":
+        monkeypatch.setattr(type(engine.optimizer), "step", lambda *_, **__: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error)) as caught:
+        engine.backward(engine(x))
+        engine.step()
+    monkeypatch.undo()
+    return caught.value
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("phase", "kind", "message", "asked"),
+    [
+        ("forward", torch.OutOfMemoryError, CUDA_MESSAGE, 2 * 2**30),
+        ("backward", RuntimeError, CPU_MESSAGE, 4_096_000),
+        ("step", MemoryError, "", None),
+    ],
+)
+def test_the_ledger_of_the_moment_is_printed_and_attached_and_the_error_is_the_same(
+    stage, phase, kind, message, asked, capsys, monkeypatch
+):
+    error = kind(message)
+    engine = sl.initialize(model=Model(), config=config(stage), device="cpu")[0]
+    x = torch.ones(4, 32)
+    raised = out_of_memory_at(phase, error, engine, x, monkeypatch)
+    assert raised is error  # the very object, so that whoever catches it still does
+    shortage = raised.shortage
+    units = {"forward": {"blocks.0"}, "backward": {"blocks.2", "blocks.3"}, "step": {"(optimizer)"}}
+    assert (shortage.phase, shortage.rank, shortage.step, shortage.asked_bytes) == (phase, 0, 1, asked)
+    assert shortage.unit in units[phase]
+    expected = shortage.predicted
+    assert shortage.live["params"] == expected["params"] == 4 * 32 * 33 * 4
+    assert shortage.live["grads"] == expected["grads"]
+    assert shortage.live["total"] > 0
+    text = capsys.readouterr().err
+    assert str(shortage) in text
+    assert f"ran out of memory in {phase}" in text and "predicted" in text and "what would help" in text
+    whats = [remedy.what for remedy in shortage.remedies]
+    if phase != "step":
+        assert "halve the micro-batch to 2" in whats and "recompute activations" in whats
+    # What failed was cleaned up: training goes on.
+    engine.backward(engine(x))
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
+def test_other_errors_pass_untold(capsys, monkeypatch):
+    engine = sl.initialize(model=Model(), config=config(), device="cpu")[0]
+    raised = out_of_memory_at("forward", RuntimeError("shape mismatch"), engine, torch.ones(4, 32), monkeypatch)
+    assert not hasattr(raised, "shortage")
+    assert capsys.readouterr().err == ""
+    engine.destroy()
+
+
+def test_an_error_while_telling_does_not_hide_the_error_it_tells_about(monkeypatch):
+    engine = sl.initialize(model=Model(), config=config(), device="cpu")[0]
+    monkeypatch.setattr("shardledger.runtime.account.state_census", lambda *_: 1 / 0)
+    error = torch.OutOfMemoryError(CUDA_MESSAGE)
+    assert out_of_memory_at("forward", error, engine, torch.ones(4, 32), monkeypatch) is error
+    engine.destroy()
+
+
+def test_a_real_allocation_that_fails_is_recognised():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10**15)
+    assert is_out_of_memory(caught.value)
+    assert asked_bytes(caught.value) == 4 * 10**15
+    assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+
+
+def test_a_plan_that_cannot_fit_is_refused_with_the_bytes_and_before_anything_is_allocated(monkeypatch):
+    monkeypatch.setattr("shardledger.api.assemble", lambda *_: pytest.fail("the engine was assembled"))
+    width = 512
+    numel = 4 * width * (width + 1)
+    with torch.device("meta"):
+        model = Model(width)
+    with pytest.raises(DoesNotFitError) as caught:
+        sl.initialize(model=model, config=config(0, device_memory="8MiB"), device="cpu")
+    message = str(caught.value)
+    assert exit_code(caught.value) == DOES_NOT_FIT
+    assert f"{16 * numel / 2**20:.1f} MiB" in message and "8.0 MiB (shardledger.device_memory)" in message
+    assert "missing" in message and "what would help" in message
+
+
+def test_a_plan_that_fits_is_not_refused():
+    width = 512
+    bound = 16 * 4 * width * (width + 1) + 4 * 4 * 2 * 2 * 4  # states, and a step counter for each parameter
+    for memory, fits in ((bound - 1000, False), (bound + 1000, True)):
+        try:
+            engine = sl.initialize(model=Model(width), config=config(0, device_memory=memory), device="cpu")[0]
+        except DoesNotFitError:
+            assert not fits
+        else:
+            engine.destroy()
+            assert fits
+
+
+def refused_on_this_rank():
+    found = {}
+    for stage in (0, 3):
+        try:
+            sl.initialize(model=Model(512), config=config(stage, device_memory="15MiB"), device="cpu")[0].destroy()
+            found[stage] = ""
+        except DoesNotFitError as error:
+            found[stage] = str(error)
+    return found
+
+
+def test_all_ranks_refuse_and_the_remedies_name_the_stage_that_fits():
+    for found in run_ranks(refused_on_this_rank, 2, timeout=60):
+        assert "stage 0 cannot fit" in found[0]
+        # 16.0 MiB at stage 0; 8.0 and a unit at stage 3.
+        first = found[0].partition("what would help:\n")[2].splitlines()[0]
+        assert "enough alone" in first and first.startswith("  1. stage 1 ")
+        assert found[3] == ""
