@@ -20,7 +20,7 @@ def repeated_saves(folder):
     with group():
         engine = sl.initialize(model=build("regressor"), config=settings)[0]
         seen = []
-        for number in range(30):
+        for number in range(20):
             engine.backward(engine(*data("regressor", 12)))
             engine.step()
             if number % 5 == 4:

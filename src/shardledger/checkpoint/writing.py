@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,16 +16,20 @@ from shardledger.checkpoint.port import Held
 from shardledger.layout.flat import Interval
 from shardledger.layout.portion import Portion
 
+_HASHERS = 2
+"""Threads that hash, beside one that waits for the disk: together they keep up with the writing."""
+
 
 class RankWriter:
-    """Writes files below a draft. While one is written, the one before is hashed and brought to the disk."""
+    """Writes files below a draft. While one is written, those before it are hashed and brought to the disk."""
 
     def __init__(self, files: Files, draft: Path, rank: int) -> None:
         self._files = files
         self._draft = draft
         self._rank = rank
-        self._records: list[tuple[str, tuple[Entry, ...], Future[tuple[int, str]]]] = []
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardledger-checkpoint")
+        self._records: list[_Written] = []
+        self._hashers = ThreadPoolExecutor(_HASHERS, thread_name_prefix="shardledger-hash")
+        self._settler = ThreadPoolExecutor(1, thread_name_prefix="shardledger-fsync")
 
     def open(self) -> None:
         """Make this rank's folder."""
@@ -54,17 +59,19 @@ class RankWriter:
         """Wait until everything is on the disk; returns what was written."""
         try:
             records = []
-            for name, entries, future in self._records:
-                size, digest = future.result()
-                records.append(FileRecord(name=name, bytes=size, sha256=digest, entries=entries))
+            for item in self._records:
+                size, digest = item.digest.result()
+                item.settled.result()
+                records.append(FileRecord(name=item.name, bytes=size, sha256=digest, entries=item.entries))
             self._files.sync_folder(self._folder)
         finally:
-            self._pool.shutdown(cancel_futures=True)
+            self.cancel()
         return records
 
     def cancel(self) -> None:
-        """Stop after an error."""
-        self._pool.shutdown(cancel_futures=True)
+        """End the threads; after an error, what they have not begun is dropped."""
+        self._hashers.shutdown(cancel_futures=True)
+        self._settler.shutdown(cancel_futures=True)
 
     @property
     def _folder(self) -> Path:
@@ -77,10 +84,22 @@ class RankWriter:
         self._settle(name, tuple(records) if entries else ())
 
     def _settle(self, name: str, entries: tuple[Entry, ...]) -> None:
-        for _, _, future in self._records:
-            if future.done():
-                future.result()  # an error of the disk ends the save now, not after gigabytes more
-        self._records.append((name, entries, self._pool.submit(self._files.settle, self._draft / name)))
+        for item in self._records:
+            if item.settled.done():
+                item.settled.result()  # an error of the disk ends the save now, not after gigabytes more
+        path = self._draft / name
+        digest = self._hashers.submit(self._files.digest, path)
+        self._records.append(_Written(name, entries, digest, self._settler.submit(self._files.settle, path)))
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A file on its way."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    digest: Future[tuple[int, str]]
+    settled: Future[None]
 
 
 def on_disk(tensor: torch.Tensor, scalar: bool) -> torch.Tensor:

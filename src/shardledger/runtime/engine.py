@@ -208,6 +208,7 @@ class Engine:
         progress.traffic_of_step = difference(now, progress.traffic_at_step)
         progress.traffic_at_step = now
         if parts.saver is not None:
+            self._set_boundary()  # first: an asynchronous save may raise here, and training may go on
             parts.saver.after_step()
         if outcome.applied:
             self._clock.report(progress.global_steps, progress.skipped_steps, self.get_lr(), outcome.grad_norm)
