@@ -24,6 +24,7 @@ from shardledger.runtime.assemble import Parts, assemble, take_apart
 from shardledger.runtime.describe import describe
 from shardledger.runtime.engine import Engine
 from shardledger.runtime.gathered import refuse_owned
+from shardledger.runtime.last_words import part_with
 from shardledger.runtime.optimizer import (
     OptimizerRecipe,
     build_optimizer,
@@ -125,7 +126,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         parts.saver = Checkpoints(
             TrainingState(engine, parts, [names for _, names in groups]), transport, _checkpoint_settings(settings)
         )
-    except BaseException:
+    except BaseException as error:
+        part_with(transport, error)
         if parts is not None:
             take_apart(parts)
         if created:

@@ -61,12 +61,17 @@ class Parts:
     on_destroy: Callable[[], None] | None = None
     """Ends what initialize began beside the engine: the process group, when it made it."""
 
+    def enter(self, phase: str) -> None:
+        """Note where training stands, for the messages of the transport."""
+        self.transport.where = f"step {self.progress.global_steps + 1}, {phase}"
+
     def backward_begins(self) -> None:
-        """Refuse an unscaled loss in fp16.
+        """Note the phase, and refuse an unscaled loss in fp16.
 
         Raises:
             EngineStateError: its gradients would be divided by a scale they never had.
         """
+        self.enter("backward")
         if self.scaling and not self.scaled:
             raise EngineStateError(
                 "loss.backward() was called in fp16 without the loss scale. Call engine.backward(loss), or "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from shardledger.runtime.consolidate import full_state_dict, load_full_state_dic
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.engine_values import (
     agree_on_order,
+    autocast,
     cast_floats,
     describe_loss,
     device_of,
@@ -30,6 +31,7 @@ from shardledger.runtime.engine_values import (
     plain,
 )
 from shardledger.runtime.gathered import announce, withdraw
+from shardledger.runtime.last_words import listen_for_the_end, part_with
 from shardledger.runtime.step import Stepper, Window
 from shardledger.telemetry.memory import MemoryMeter
 
@@ -71,6 +73,7 @@ class Engine:
         self._progress.traffic_at_step = parts.transport.counters.snapshot()
         optimizer.register_step_pre_hook(self._guard_optimizer)
         announce(parts)
+        listen_for_the_end()
         self._set_boundary()
 
     # --- the training step ---------------------------------------------------------------------------------------
@@ -84,8 +87,9 @@ class Engine:
             self._checks.note_batch((args, kwargs))
         if self.plan.precision.cast_inputs:
             args, kwargs = cast_floats((args, kwargs), dtype_of(self.plan.precision.compute))
+        parts.enter("forward")
         try:
-            with self._clock.time("forward"), self._saved_tensors(parts), self._autocast():
+            with self._clock.time("forward"), self._saved_tensors(parts), autocast(self.plan, self.device):
                 return self.module(*args, **kwargs)
         except BaseException:
             self._abort(parts)
@@ -177,6 +181,7 @@ class Engine:
         if parts.unsynced:
             parts.executor.reduce_everything()
             parts.unsynced = False
+        parts.enter("step")
         first = progress.last is None
         window = Window(progress.window_weight, self.plan.step.clip_norm, progress.global_steps + 1)
         progress.end_window()
@@ -371,11 +376,8 @@ class Engine:
     ) -> bool:
         """Save everything that a continued run needs as ``save_dir/tag`` (``global_step{N}``); every rank calls it.
 
-        ``client_state`` is rank 0's: plain values and tensors, given back by ``load_checkpoint``. Returns True.
-
-        Raises:
-            CheckpointError: the same on all ranks; the last complete checkpoint stays what it was.
-            EngineStateError, RanksDisagreeError, PeerLostError: as of any collective call.
+        ``client_state`` is rank 0's: plain values and tensors, given back by ``load_checkpoint``. Returns True. Raises
+        CheckpointError, the same on all ranks; the last complete checkpoint stays what it was.
         """
         return self.checkpoints.save(
             save_dir, tag, client_state, latest=save_latest, exclude_frozen=exclude_frozen_parameters
@@ -393,9 +395,7 @@ class Engine:
         """Go on from ``load_dir/tag``, or from the latest one; any number of ranks and any stage may have saved it.
 
         Every rank calls it. Returns the checkpoint's path and its client state; ``(None, {})`` without a ``latest``.
-
-        Raises:
-            CheckpointError: the same on all ranks, before anything was changed, unless reading itself failed.
+        Raises CheckpointError, the same on all ranks, before anything was changed unless reading itself failed.
         """
         return self.checkpoints.load(
             load_dir,
@@ -428,7 +428,14 @@ class Engine:
         self._set_boundary()
 
     def destroy(self) -> None:
-        """Detach from the module and free the engine's memory. Ends the process group if initialize made it."""
+        """Detach from the module and free the engine's memory. Ends the process group if initialize made it.
+
+        Collective: waits until every rank's engine ends. While an exception is handled it does not wait, but tells the
+        other ranks of the exception.
+
+        Raises:
+            RanksDisagreeError: another rank goes on to train (it had more batches, say).
+        """
         parts, self._parts = self._parts, None
         if parts is None:
             return
@@ -436,6 +443,7 @@ class Engine:
         try:
             if parts.saver is not None:
                 parts.saver.close(abandon=sys.exc_info()[1] is not None)
+            part_with(parts.transport, sys.exc_info()[1])
         finally:
             self._take_apart(parts)
 
@@ -467,13 +475,6 @@ class Engine:
 
     def _set_boundary(self) -> None:
         self._live().executor.boundary = self.is_gradient_accumulation_boundary()
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = self.plan.precision.autocast
-        if dtype is None:
-            return nullcontext()
-        # Autocast's cache would keep a lowered copy of every weight alive after its unit is released.
-        return torch.autocast(self.device.type, dtype=dtype_of(dtype), cache_enabled=False)
 
     @contextmanager
     def _saved_tensors(self, parts: Parts) -> Iterator[None]:

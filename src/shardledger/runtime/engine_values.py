@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from shardledger.plan.plan import Plan
 from shardledger.runtime.assemble import Parts
+from shardledger.runtime.describe import dtype_of
 from shardledger.transport import Traffic
 
 
@@ -55,3 +58,12 @@ def agree_on_order(parts: Parts) -> None:
     order = seen + [u for u in schedule.reduce_order if u not in seen]
     rows = parts.transport.exchange(torch.tensor(order, dtype=torch.float64), "exchange of the reduction order")
     schedule.reduce_order = tuple(int(u) for u in rows[0].tolist())
+
+
+def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[Any]:
+    """The autocast context of forward passes, or none."""
+    dtype = plan.precision.autocast
+    if dtype is None:
+        return nullcontext()
+    # Autocast's cache would keep a lowered copy of every weight alive after its unit is released.
+    return torch.autocast(device.type, dtype=dtype_of(dtype), cache_enabled=False)

@@ -137,9 +137,9 @@ class Reach:
         Raises:
             RanksDisagreeError: ranks do different things, with different parameters, or pass different values.
         """
-        label = f"{self.doing} of {self.slot.name}"
-        row = [_word(label), _digest(value), *numbers, *[0.0] * (WIDTH - len(numbers))]
-        rows = self.parts.transport.exchange(torch.tensor(row, dtype=torch.float64), label).tolist()
+        row = [_word(f"{self.doing} of {self.slot.name}"), _digest(value), *numbers, *[0.0] * (WIDTH - len(numbers))]
+        # One label for all, so that different calls meet here, where the answer can name both, and training goes on.
+        rows = self.parts.transport.exchange(torch.tensor(row, dtype=torch.float64), "agreement on a call").tolist()
         for column, what in ((0, "do this at the same time"), (1, "pass the same value")):
             others = [rank for rank, other in enumerate(rows) if other[column] != rows[self.flat.rank][column]]
             if others:

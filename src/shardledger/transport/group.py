@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardledger.errors import ConfigError, PeerLostError
-from shardledger.transport.gloo import GlooMailbox
+from shardledger.transport.gloo import GlooMailbox, forget_messages
 from shardledger.transport.local import SoloMailbox
 from shardledger.transport.native import NativeTransport
 from shardledger.transport.peers import PeerTransport
@@ -25,6 +26,8 @@ _SOURCES = (
 _stores: dict[str, dist.Store] = {}
 _joined: dict[str, int] = {}
 """Process groups made so far on each store; counts alike on every rank."""
+_engines: dict[str, Any] = {"group": None, "count": 0}
+"""Transports made so far on the present process group; counts alike on every rank."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,18 @@ def join(place: Place, device: torch.device, timeout_s: float, *, may_create: bo
     if place.world == 1:
         return PeerTransport(SoloMailbox()), created
     if dist.get_backend() == "gloo" or device.type == "cpu" and "gloo" in str(dist.get_backend()):
-        return PeerTransport(GlooMailbox()), created
+        return PeerTransport(GlooMailbox(), _number_of_engine()), created
     return NativeTransport(None, device), created
+
+
+def _number_of_engine() -> int:
+    """Keeps apart the messages of engines that share, or follow each other on, one process group."""
+    group = dist.group.WORLD
+    if _engines["group"] is not group:
+        forget_messages()
+        _engines.update(group=group, count=0)
+    _engines["count"] += 1
+    return int(_engines["count"])
 
 
 def _fresh_store(place: Place, timeout_s: float) -> dist.Store:
@@ -125,3 +138,5 @@ def leave() -> None:
     """End the process group that ``join`` made."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        forget_messages()
+        _engines.update(group=None, count=0)

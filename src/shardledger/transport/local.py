@@ -85,7 +85,7 @@ class FaultyMailbox:
 
 
 class _Sent:
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Sent messages were copied: nothing to wait for."""
 
 
@@ -95,12 +95,13 @@ class _Expected:
         self._source = source
         self._timeout_s = timeout_s
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Copy the next message in, or fail as a timed-out receive does."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            message = self._source.get(timeout=self._timeout_s)
+            message = self._source.get(timeout=limit_s)
         except queue.Empty:
-            raise RuntimeError(f"Timed out waiting {self._timeout_s:g} s for a message") from None
+            raise RuntimeError(f"Timed out waiting {limit_s:g} s for a message") from None
         if message.shape != self._tensor.shape or message.dtype != self._tensor.dtype:
             raise RuntimeError(
                 f"expected {tuple(self._tensor.shape)} {self._tensor.dtype}, got {tuple(message.shape)} {message.dtype}"

@@ -20,6 +20,7 @@ class NativeTransport:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.counters = Counters()
+        self.where = "initialize"
         self._group = group
         self._device = device
 
@@ -73,6 +74,12 @@ class NativeTransport:
         rows = torch.empty(self.world * values.numel(), dtype=values.dtype, device=self._device)
         self._now(label, _all_gather, rows, values.to(self._device))
         return rows.view(self.world, -1).to(values.device)
+
+    def close(self) -> None:
+        """See ``Transport.close``. The backend's own watchdog is what ends ranks that disagree."""
+
+    def give_up(self, reason: str) -> None:
+        """See ``Transport.give_up``: the backend has no way to say so."""
 
     def _now(self, what: str, call, *args) -> None:  # type: ignore[no-untyped-def]
         def run() -> None:

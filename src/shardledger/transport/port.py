@@ -13,8 +13,12 @@ import torch
 class Pending(Protocol):
     """A message under way."""
 
-    def wait(self) -> None:
-        """Block until it has arrived (receive) or its buffer may be reused (send)."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until it has arrived (receive) or its buffer may be reused (send).
+
+        Raises:
+            RuntimeError: the wire broke, or ``timeout_s`` seconds (None: the wire's own limit) went by.
+        """
 
 
 class Mailbox(Protocol):
@@ -96,6 +100,8 @@ class Transport(Protocol):
     rank: int
     world: int
     counters: Counters
+    where: str
+    """Step and phase, set by the engine, for messages."""
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, how: ReduceHow) -> Work:
         """Sum ``full`` (1-D, world * shard elements) over ranks in tree order into ``out`` (this rank's shard).
@@ -117,6 +123,16 @@ class Transport(Protocol):
 
     def exchange(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """All ranks' copies of a small 1-D CPU tensor, as [world, n]. Blocks; also serves as a barrier."""
+
+    def close(self) -> None:
+        """This rank's engine ends: wait until the others' do too.
+
+        Raises:
+            RanksDisagreeError: another rank runs a collective instead.
+        """
+
+    def give_up(self, reason: str) -> None:
+        """This rank cannot go on: let the others know why, as far as they listen within a few seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)

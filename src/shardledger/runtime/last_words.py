@@ -1,0 +1,43 @@
+"""A rank that raises tells the others why before it ends, so that each of them can name the first cause."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from shardledger.runtime.gathered import live
+from shardledger.transport import Transport
+
+_installed: list[bool] = []
+
+
+def listen_for_the_end() -> None:
+    """From now on an exception that nobody catches is told to the ranks of every live engine, then handled as before."""
+    if _installed:
+        return
+    _installed.append(True)
+    before = sys.excepthook
+
+    def tell_and_go_on(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        tell_of(error)
+
+    sys.excepthook = tell_and_go_on
+
+
+def tell_of(error: BaseException) -> None:
+    """Tell the ranks of every live engine that ``error`` ends this one."""
+    for parts in live():
+        part_with(parts.transport, error)
+
+
+def part_with(transport: Transport, error: BaseException | None) -> None:
+    """End an engine's conversation with the other ranks: with a reason, or in good order.
+
+    Raises:
+        RanksDisagreeError: there is no ``error``, and another rank runs a collective.
+    """
+    if error is None:
+        transport.close()
+    else:
+        transport.give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
