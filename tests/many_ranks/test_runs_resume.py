@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -137,17 +136,3 @@ def test_a_lost_node_leads_to_a_resumed_run_on_fewer_ranks_without_a_hand(desk, 
     ranks = [len(record["memory_peak_bytes"]) for record in records(desk, "elastic")]
     assert ranks[0] == 2 and ranks[-1] == 1
     assert losses(desk, "elastic") == pytest.approx(uninterrupted, abs=1e-5)
-
-
-def run(desk, out, *more):
-    process = command(desk, out, *more)
-    code = process.wait(60)
-    return code, (desk / f"{out}.log").read_text()
-
-
-def test_resume_refuses_what_it_cannot_go_on_with(desk, uninterrupted, tmp_path):
-    code, text = run(desk, "nothing", "--resume")
-    assert code == 2 and "no complete checkpoint" in text and "auto" in text
-    code, text = run(desk, "elsewhere", "--resume", str(tmp_path))
-    assert code == 2 and "neither a checkpoint" in text
-    assert not Path(desk / "nothing").exists()

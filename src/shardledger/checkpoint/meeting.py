@@ -32,7 +32,7 @@ class Meeting:
             PeerLostError: a rank did not call in time.
         """
         try:
-            own = self._exchange([float(zlib.crc32(call.encode()))], "start")
+            own = self._exchange([float(zlib.crc32(call.encode()))], "start (every rank must call it)")
         except PeerLostError as error:
             raise PeerLostError(
                 f"{self.doing} waits for rank {error.peer}: every rank must call it, not rank 0 alone. {error}",
