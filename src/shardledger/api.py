@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
+from shardledger.checkpoint.checkpoints import Checkpoints
+from shardledger.checkpoint.checkpoints import Settings as CheckpointSettings
 from shardledger.config import Config, load_config
 from shardledger.config.quantities import byte_size
 from shardledger.errors import ConfigError, DoesNotFitError, RanksDisagreeError
@@ -40,8 +43,10 @@ from shardledger.runtime.optimizer import (
 from shardledger.runtime.placement import Site
 from shardledger.runtime.schedulers import build_scheduler
 from shardledger.runtime.step import Stepper
+from shardledger.runtime.training_state import TrainingState
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Place, Transport, find_place, join, leave
+from shardledger.workload.training_loader import PositionedSampler, TrainingLoader
 
 if TYPE_CHECKING:
     from shardledger.forecast import Forecast
@@ -132,6 +137,9 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         made = build_optimizer(recipe, groups, pieces)
         engine = Engine(model, plan, layout, parts, made, Stepper(parts.units, pieces, made, transport, plan), meter)
         engine.lr_scheduler = _scheduler(settings, lr_scheduler, made)
+        parts.saver = Checkpoints(
+            TrainingState(engine, parts, [names for _, names in groups]), transport, _checkpoint_settings(settings)
+        )
     except BaseException as error:
         part_with(transport, error)
         if parts is not None:
@@ -348,16 +356,23 @@ def _scheduler(settings: Config, lr_scheduler: Any, optimizer: torch.optim.Optim
     return build_scheduler(*settings.scheduler.resolved(), optimizer)
 
 
+def _checkpoint_settings(settings: Config) -> CheckpointSettings:
+    asked = settings.shardledger.checkpoint
+    return CheckpointSettings(
+        asynchronous=asked.asynchronous,
+        keep_last=asked.keep_last,
+        keep_every=asked.keep_every,
+        version=sys.modules["shardledger"].__version__,  # importing the door from here would be a cycle
+    )
+
+
 def _loader(wanted: _Wanted, settings: Config, plan: Plan, transport: Transport) -> DataLoader[Any] | None:
     if wanted.training_data is None:
         return None
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        wanted.training_data, num_replicas=transport.world, rank=transport.rank
-    )
-    return DataLoader(
+    return TrainingLoader(
         wanted.training_data,
-        batch_size=plan.step.micro_batch,
-        sampler=sampler,
-        collate_fn=wanted.collate_fn,
-        drop_last=settings.dataloader_drop_last,
+        plan.step.micro_batch,
+        PositionedSampler(wanted.training_data, rank=transport.rank, world=transport.world),
+        wanted.collate_fn,
+        settings.dataloader_drop_last,
     )

@@ -8,11 +8,12 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any
 
-from shardledger.cli.exits import DOES_NOT_FIT, FAILED, USAGE, RunFailure
+from shardledger.cli.exits import DOES_NOT_FIT, FAILED, TERMINATED, USAGE, RunFailure
 from shardledger.cli.ranks import LAUNCHED_BY
 
 MONITOR_INTERVAL_S = 0.1
@@ -43,12 +44,14 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
             max_restarts=0,
             monitor_interval=MONITOR_INTERVAL_S,
             logs_specs=DefaultLogsSpecs(log_dir=errors_folder),
+            **handled_signals(LaunchConfig),
         )
         # Torch's launcher logs several warnings and a traceback of itself per failure. This process does nothing else,
         # and what they say is in the message below.
         logging.disable(logging.CRITICAL)
         try:
-            elastic_launch(config, sys.executable)("-m", "shardledger", *arguments)
+            with _passing_on_sigterm():
+                elastic_launch(config, sys.executable)("-m", "shardledger", *arguments)
         except ChildFailedError as error:
             raise describe_failures([_ending(rank, failure) for rank, failure in error.failures.items()]) from None
         except SignalException as error:
@@ -59,6 +62,37 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
             logging.disable(logging.NOTSET)
             if sys.stdout.isatty():
                 print(SHOW_CURSOR, end="", flush=True)  # a rank that was killed while it drew a bar has hidden it
+
+
+def handled_signals(config: type) -> dict[str, str]:
+    """Leave SIGTERM to ``_passing_on_sigterm``: torch would kill ranks that need more than 5 s to save.
+
+    torch versions whose launcher cannot be told so keep their way.
+    """
+    able = "signals_to_handle" in {field.name for field in fields(config)}
+    return {"signals_to_handle": "SIGINT,SIGHUP,SIGQUIT"} if able else {}
+
+
+@contextmanager
+def _passing_on_sigterm() -> Iterator[None]:
+    """SIGTERM goes to the ranks, which finish their step, save and end; a second one ends everything at once."""
+    import psutil
+
+    received: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        received.append(number)
+        ranks = psutil.Process().children()
+        if len(received) > 1 or not ranks:
+            raise _interrupted(signal.SIGTERM)
+        for rank in ranks:
+            rank.terminate()
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def rank_environment(environment: Mapping[str, str], nproc: int) -> dict[str, str]:
@@ -93,6 +127,9 @@ class Ending:
 
 def describe_failures(endings: Sequence[Ending]) -> RunFailure:
     """One message about the rank that failed first; what the others say is mostly that they miss it."""
+    saved = next((e for e in endings if e.exit_code == TERMINATED and e.message is not None), None)
+    if saved is not None:
+        return RunFailure(f"{saved.message}", TERMINATED)
     first = min(endings, key=_closeness_to_cause)
     who = f"rank {first.rank} (pid {first.pid})"
     if first.exit_code < 0 and first.message is None:

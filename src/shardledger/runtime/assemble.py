@@ -59,6 +59,8 @@ class Parts:
     """Modules whose forward was wrapped for recomputation."""
     advise: Advise | None = None
     """What would help when memory runs out; None: nobody knows."""
+    saver: Any = None
+    """Saves and loads the engine; given by the composition root, because this room may not know that one."""
     on_destroy: Callable[[], None] | None = None
     """Ends what initialize began beside the engine: the process group, when it made it."""
 
