@@ -28,7 +28,7 @@ def read(checkpoint, what, name):
         return checkpoint.buffers[name]
     if what == "fp32":
         return checkpoint.master(name)
-    value = checkpoint.state(name)[what]
+    value = checkpoint.state(name, what)
     return torch.tensor(int(value)) if what == "step" else value
 
 

@@ -2,7 +2,7 @@
 
     checkpoint = open_deepspeed(Path("ds_checkpoints"))
     checkpoint.master("embed.weight")          # fp32 master weights, whole
-    checkpoint.state("embed.weight")           # {"step": …, "exp_avg": …, "exp_avg_sq": …}
+    checkpoint.state("embed.weight", "exp_avg")
     checkpoint.weight("embed.weight")          # as the model computes with it
 
 The files stay mapped; one parameter is put together at a time. Flat tensors are laid out as ``deepspeed_layout`` says; for
@@ -124,27 +124,28 @@ class DeepSpeedCheckpoint:
         index = self._flat_of(parameter)
         return self._join(parameter, [masters(state)[index] for state in self._optim])
 
-    def state(self, name: str) -> dict[str, Any]:
-        """Optimizer states of a trained parameter: whole tensors, and plain numbers or 0-dim tensors as they are stored.
+    def states(self, name: str) -> dict[str, torch.dtype | None]:
+        """Optimizer states of a trained parameter: the dtype of those with one value per element, None for single values.
 
         Empty when the checkpoint was saved before the first step.
+        """
+        found = state_of(self._optim[0], self._flat_of(self.parameter(name)))
+        return {key: value.dtype if _is_flat(value) else None for key, value in found.items()}
+
+    def state(self, name: str, key: str) -> Any:
+        """One optimizer state of a trained parameter: a whole tensor, or the single value as it is stored.
 
         Raises:
-            CheckpointError: a state has neither one value nor one per element.
+            CheckpointError: it is not stored on all ranks, or in another form.
         """
         parameter = self.parameter(name)
         index = self._flat_of(parameter)
-        ranks = [state_of(optim, index) for optim in self._optim]
-        found: dict[str, Any] = {}
-        for key, value in ranks[0].items():
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                found[key] = value
-                continue
-            flats = [state.get(key) for state in ranks]
-            if any(not isinstance(flat, torch.Tensor) for flat in flats):
-                raise CheckpointError(f"{self.folder}: the optimizer state {key!r} is missing on some ranks.")
-            found[key] = self._join(parameter, flats, key)
-        return found
+        values = [state_of(optim, index).get(key) for optim in self._optim]
+        if values[0] is not None and not _is_flat(values[0]):
+            return values[0]
+        if not all(_is_flat(value) for value in values):
+            raise CheckpointError(f"{self.folder}: the optimizer state {key!r} is missing on some ranks.")
+        return self._join(parameter, values, key)
 
     def weight(self, name: str) -> torch.Tensor:
         """The weights that the model computes with, whole, in its dtype."""
@@ -189,6 +190,11 @@ class DeepSpeedCheckpoint:
                 piece.in_flat : piece.in_flat + piece.numel
             ]
         return whole.view(parameter.shape)
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether an optimizer state has one value per element."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def open_deepspeed(
