@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from shardledger.checkpoint.checkpoints import Checkpoints
+from shardledger.checkpoint.checkpoints import Settings as CheckpointSettings
 from shardledger.config import Config, load_config
 from shardledger.errors import ConfigError, RanksDisagreeError
 from shardledger.layout.build import build_layout
@@ -34,6 +37,7 @@ from shardledger.runtime.optimizer import (
 from shardledger.runtime.placement import Site
 from shardledger.runtime.schedulers import build_scheduler
 from shardledger.runtime.step import Stepper
+from shardledger.runtime.training_state import TrainingState
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Place, Transport, find_place, join, leave
 
@@ -117,6 +121,9 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         made = build_optimizer(recipe, groups, pieces)
         engine = Engine(model, plan, layout, parts, made, Stepper(parts.units, pieces, made, transport, plan), meter)
         engine.lr_scheduler = _scheduler(settings, lr_scheduler, made)
+        parts.saver = Checkpoints(
+            TrainingState(engine, parts, [names for _, names in groups]), transport, _checkpoint_settings(settings)
+        )
     except BaseException:
         if parts is not None:
             take_apart(parts)
@@ -214,6 +221,16 @@ def _scheduler(settings: Config, lr_scheduler: Any, optimizer: torch.optim.Optim
     if settings.scheduler is None:
         return None
     return build_scheduler(*settings.scheduler.resolved(), optimizer)
+
+
+def _checkpoint_settings(settings: Config) -> CheckpointSettings:
+    asked = settings.shardledger.checkpoint
+    return CheckpointSettings(
+        asynchronous=asked.asynchronous,
+        keep_last=asked.keep_last,
+        keep_every=asked.keep_every,
+        version=sys.modules["shardledger"].__version__,  # importing the door from here would be a cycle
+    )
 
 
 def _loader(wanted: _Wanted, settings: Config, plan: Plan, transport: Transport) -> DataLoader[Any] | None:

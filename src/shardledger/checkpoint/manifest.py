@@ -213,7 +213,7 @@ def _manifest(plain: Mapping[str, Any]) -> Manifest:
         buffers=tuple(
             BufferRecord(name=b["name"], shape=tuple(map(int, b["shape"])), dtype=b["dtype"]) for b in plain["buffers"]
         ),
-        files=tuple(_file(file) for file in plain["files"]),
+        files=parse_files(plain["files"]),
         optimizer=_optimizer(plain.get("optimizer")),
         counters={key: int(value) for key, value in plain["counters"].items()},
         scheduler=plain.get("scheduler"),
@@ -221,6 +221,11 @@ def _manifest(plain: Mapping[str, Any]) -> Manifest:
         data=plain.get("data"),
         in_shared=tuple(plain.get("in_shared", ())),
     )
+
+
+def parse_files(plain: Sequence[Mapping[str, Any]]) -> tuple[FileRecord, ...]:
+    """File records from their plain form. Raises ValueError or KeyError."""
+    return tuple(_file(file) for file in plain)
 
 
 def _file(plain: Mapping[str, Any]) -> FileRecord:

@@ -177,6 +177,7 @@ RULES: Mapping[str, Mapping[str, Rule]] = {"": TOP, "zero_optimization": ZERO, "
 
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "": {"bfloat16": "bf16"},
+    "shardledger.checkpoint": {"async": "asynchronous"},
     "zero_optimization": {
         f"stage3_{name}": name
         for name in (

@@ -198,6 +198,23 @@ class ActivationCheckpointingSection(Section):
     cpu_checkpointing: Flag = Field(False, description="keep saved activations in host memory; only false is available")
 
 
+class CheckpointSection(Section):
+    """When checkpoints are written, and which stay."""
+
+    every: Positive | None = Field(
+        None, description="steps between two checkpoints of a run; not given: none but at SIGTERM"
+    )
+    asynchronous: Flag = Field(
+        False,
+        description="training waits only for the copy to host memory; a thread writes it to the disk",
+        serialization_alias="async",
+    )
+    keep_last: Positive | None = Field(
+        None, description="checkpoints that stay when newer ones come, of those with automatic tags; not given: all"
+    )
+    keep_every: Positive | None = Field(None, description="those of steps that this divides stay beside the last ones")
+
+
 class ShardledgerSection(Section):
     """The keys that DeepSpeed does not have."""
 
@@ -224,6 +241,9 @@ class ShardledgerSection(Section):
     )
     checks: Literal["default", "full"] = Field(
         "default", description="full: compare parameters and batches across ranks at every step"
+    )
+    checkpoint: CheckpointSection = Field(
+        default_factory=CheckpointSection, description="when checkpoints are written, and which stay"
     )
     lenient: Flag = Field(False, description="unknown keys are warnings instead of errors")
     prefetch: Flag = Field(True, description="gather the next unit while this one computes (stage 3)")

@@ -56,6 +56,8 @@ class Parts:
     """Trainable parameters of each module declared a leaf, as flat and index."""
     undo: tuple[Any, ...] = ()
     """Modules whose forward was wrapped for recomputation."""
+    saver: Any = None
+    """Saves and loads the engine; given by the composition root, because this room may not know that one."""
     on_destroy: Callable[[], None] | None = None
     """Ends what initialize began beside the engine: the process group, when it made it."""
 

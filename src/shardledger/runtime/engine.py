@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,10 +21,17 @@ from shardledger.runtime.checks import FullChecks
 from shardledger.runtime.clock import StepClock
 from shardledger.runtime.consolidate import full_state_dict, load_full_state_dict
 from shardledger.runtime.describe import dtype_of
+from shardledger.runtime.engine_values import (
+    agree_on_order,
+    cast_floats,
+    describe_loss,
+    device_of,
+    difference,
+    plain,
+)
 from shardledger.runtime.gathered import announce, withdraw
 from shardledger.runtime.step import Stepper, Window
 from shardledger.telemetry.memory import MemoryMeter
-from shardledger.transport import Traffic
 
 
 class Engine:
@@ -47,7 +54,7 @@ class Engine:
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.config: Any = None
-        self.device: torch.device = parts.units[0].flats[0].device if parts.units[0].flats else _device_of(parts)
+        self.device: torch.device = parts.units[0].flats[0].device if parts.units[0].flats else device_of(parts)
         self._parts: Parts | None = parts
         self._clock = StepClock(
             every=plan.reporting.every,
@@ -109,7 +116,7 @@ class Engine:
         parts = self._live()
         if not isinstance(loss, torch.Tensor) or loss.grad_fn is None and not loss.requires_grad:
             raise EngineStateError(
-                f"engine.backward needs a loss that depends on trainable parameters; got {_describe(loss)}. Was the "
+                f"engine.backward needs a loss that depends on trainable parameters; got {describe_loss(loss)}. Was the "
                 f"forward pass run under torch.no_grad(), or the loss detached?"
             )
         weight = None if denominator is None else float(denominator)
@@ -196,22 +203,14 @@ class Engine:
                 stacklevel=3,
             )
         if first:
-            self._agree_on_order(parts)
+            agree_on_order(parts)
         now = parts.transport.counters.snapshot()
-        progress.traffic_of_step = _difference(now, progress.traffic_at_step)
+        progress.traffic_of_step = difference(now, progress.traffic_at_step)
         progress.traffic_at_step = now
+        if parts.saver is not None:
+            parts.saver.after_step()
         if outcome.applied:
             self._clock.report(progress.global_steps, progress.skipped_steps, self.get_lr(), outcome.grad_norm)
-
-    def _agree_on_order(self, parts: Parts) -> None:
-        """Launch reductions from now on in the order in which rank 0's first backward pass completed the units."""
-        schedule = parts.schedule
-        if len(schedule.reduce_order) < 2:
-            return
-        seen = [u for u in schedule.completed if u in schedule.reduce_order]
-        order = seen + [u for u in schedule.reduce_order if u not in seen]
-        rows = parts.transport.exchange(torch.tensor(order, dtype=torch.float64), "exchange of the reduction order")
-        schedule.reduce_order = tuple(int(u) for u in rows[0].tolist())
 
     # --- accumulation --------------------------------------------------------------------------------------------
 
@@ -329,9 +328,9 @@ class Engine:
         progress = self._progress
         now = self._live().transport.counters.snapshot()
         return {
-            "step": _plain(progress.traffic_of_step),
-            "training": _plain(_difference(now, progress.traffic_at_start)),
-            "initialize": _plain(progress.traffic_at_start),
+            "step": plain(progress.traffic_of_step),
+            "training": plain(difference(now, progress.traffic_at_start)),
+            "initialize": plain(progress.traffic_at_start),
         }
 
     def ledger(self) -> dict[str, dict[str, int | None]]:
@@ -361,6 +360,56 @@ class Engine:
         parts.saved.updates += 1
         parts.watch.note_update()
 
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that a continued run needs as ``save_dir/tag`` (``global_step{N}``); every rank calls it.
+
+        ``client_state`` is rank 0's: plain values and tensors, given back by ``load_checkpoint``. Returns True.
+
+        Raises:
+            CheckpointError: the same on all ranks; the last complete checkpoint stays what it was.
+            EngineStateError, RanksDisagreeError, PeerLostError: as of any collective call.
+        """
+        return self.checkpoints.save(
+            save_dir, tag, client_state, latest=save_latest, exclude_frozen=exclude_frozen_parameters
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from ``load_dir/tag``, or from the latest one; any number of ranks and any stage may have saved it.
+
+        Every rank calls it. Returns the checkpoint's path and its client state; ``(None, {})`` without a ``latest``.
+
+        Raises:
+            CheckpointError: the same on all ranks, before anything was changed, unless reading itself failed.
+        """
+        return self.checkpoints.load(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+
+    @property
+    def checkpoints(self) -> Any:
+        """What saves and loads this engine (``checkpoint.Checkpoints``): ``wait``, ``take_reports``, ``last_load``."""
+        return self._live().saver
+
     def train(self, mode: bool = True) -> Engine:
         """As ``nn.Module.train``."""
         self.module.train(mode)
@@ -383,6 +432,13 @@ class Engine:
         if parts is None:
             return
         withdraw(parts)
+        try:
+            if parts.saver is not None:
+                parts.saver.close(abandon=sys.exc_info()[1] is not None)
+        finally:
+            self._take_apart(parts)
+
+    def _take_apart(self, parts: Parts) -> None:
         take_apart(parts)
         self._stepper.forget()
         self.optimizer.state.clear()
@@ -435,33 +491,3 @@ class Engine:
                 "optimizer.step() was called directly. The gradients are in the engine: call engine.step(), which "
                 "reduces, clips, updates and advances the scheduler."
             )
-
-
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Nested tuples, lists and dicts with every fp32 tensor cast to ``dtype``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype == torch.float32 else value
-    if type(value) is dict:
-        return {key: cast_floats(item, dtype) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(cast_floats(item, dtype) for item in value)
-    return value
-
-
-def _difference(now: Mapping[str, Traffic], then: Mapping[str, Traffic]) -> dict[str, Traffic]:
-    result = {kind: traffic.minus(then.get(kind, Traffic())) for kind, traffic in now.items()}
-    return {kind: traffic for kind, traffic in result.items() if traffic.calls}
-
-
-def _plain(traffic: Mapping[str, Traffic]) -> dict[str, dict[str, int]]:
-    return {kind: asdict(t) for kind, t in traffic.items()}
-
-
-def _device_of(parts: Parts) -> torch.device:
-    return next(flat.device for unit in parts.units for flat in unit.flats)
-
-
-def _describe(loss: object) -> str:
-    if isinstance(loss, torch.Tensor):
-        return f"a tensor of shape {tuple(loss.shape)} without a graph"
-    return f"a {type(loss).__name__}"

@@ -65,7 +65,7 @@ class Stepper:
         self.running = False
         """Whether the optimizer is called by the engine."""
         self.scaler = LossScaler(plan.precision.loss_scale)
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
         self._gradients = [g for unit in units for g in unit.gradients]
         self._pieces = pieces
         self._transport = transport
@@ -107,7 +107,7 @@ class Stepper:
         exhausted = not applied and self.scaler.at_minimum
         scale = self.scaler.scale
         self.scaler.update(overflow=not applied)
-        self._skipped_in_a_row = 0 if applied else self._skipped_in_a_row + 1
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         if applied:
             return
         if exhausted:
@@ -123,9 +123,9 @@ class Stepper:
                 f'"raise"; "skip" skips such steps with a warning.)'
             )
         limit = rule.max_consecutive_skips
-        if self._skipped_in_a_row >= limit and not self.scaler.dynamic:
+        if self.skipped_in_a_row >= limit and not self.scaler.dynamic:
             raise EngineStateError(
-                f"step {step}: {self._skipped_in_a_row} steps in a row were skipped because gradients are not finite: "
+                f"step {step}: {self.skipped_in_a_row} steps in a row were skipped because gradients are not finite: "
                 f"{blame}. The run is not learning any more: lower the learning rate, clip gradients, or check the data "
                 f"and the loss. (shardledger.max_consecutive_skips is {limit}.)"
             )

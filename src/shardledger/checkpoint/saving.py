@@ -1,0 +1,340 @@
+"""One save, in phases that all ranks go through together.
+
+start        every rank has called, nothing is under way, the description is ready
+preparation  rank 0 makes the draft's folder
+writing      every rank writes its files; in an asynchronous save, from copies, by a thread
+publication  rank 0 collects what was written, proves that every element is there once, writes the manifest, and gives
+             the draft its name
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shardledger.checkpoint import random_state
+from shardledger.checkpoint.files import Files
+from shardledger.checkpoint.folder import Place, abandon, prepare, publish, remove_surplus, surplus
+from shardledger.checkpoint.manifest import (
+    SHARED_NAME,
+    BufferRecord,
+    FileRecord,
+    GroupRecord,
+    Manifest,
+    OptimizerRecord,
+    ParameterRecord,
+    coverage_problems,
+    parse_files,
+    random_file_name,
+)
+from shardledger.checkpoint.meeting import Meeting
+from shardledger.checkpoint.pickled import is_json, pack
+from shardledger.checkpoint.port import Held, TrainingState
+from shardledger.checkpoint.writing import RankWriter, checksum
+from shardledger.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """What a save is asked to do."""
+
+    client_state: Mapping[str, Any] = field(default_factory=dict)
+    latest: bool = True
+    exclude_frozen: bool = False
+    asynchronous: bool = False
+    keep_last: int | None = None
+    keep_every: int | None = None
+    version: str = ""
+    """Of shardledger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """What a save did. Seconds of this rank."""
+
+    path: str
+    step: int
+    bytes: int
+    """Of all files of all ranks; 0 on ranks other than 0."""
+    seconds: float
+    """From the call to the published checkpoint."""
+    blocked_s: float
+    """Of which training waited."""
+
+
+class Save:
+    """One checkpoint on its way to the disk."""
+
+    def __init__(
+        self, state: TrainingState, meeting: Meeting, files: Files, place: Place, options: SaveOptions
+    ) -> None:
+        self.place = place
+        self.report: SaveReport | None = None
+        self._state = state
+        self._meeting = meeting
+        self._files = files
+        self._options = options
+        self._begin = time.perf_counter()
+        self._blocked_s = 0.0
+        self._head: Manifest | None = None
+        self._written: bytes = b""
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin; a synchronous save is complete when this returns.
+
+        Raises:
+            CheckpointError: on all ranks, when it failed on any.
+        """
+        options, meeting = self._options, self._meeting
+        call = f"{self.place.final}, latest={options.latest}, exclude_frozen={options.exclude_frozen}"
+        meeting.start(call, self._state.ready_to_save)
+        seen = meeting.together("description", self._look)
+        assert seen is not None
+        own = [float(zlib.crc32(_fixed(seen.position))), *seen.checksums]
+        rows = meeting.numbers(own, "comparison of buffers and positions")
+        others = meeting.together("description", lambda: self._describe(seen, rows))
+        assert others is not None
+        try:
+            meeting.together("preparation", lambda: prepare(self._files, self.place), ranks=range(1))
+            if options.asynchronous:
+                units = meeting.together("copy", lambda: [_copied(self._unit(i)) for i in self._units()])
+                assert units is not None
+                self._thread = threading.Thread(target=self._write, args=(units, others), daemon=True)
+                self._thread.start()
+            else:
+                self._write((self._unit(i) for i in self._units()), others)
+                self._publish()
+        except BaseException:
+            self._give_up()
+            raise
+        self._blocked_s = time.perf_counter() - self._begin
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has written its files, or failed to."""
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank could not write its files."""
+        return self.done and self._error is not None
+
+    def finish(self) -> None:
+        """Wait for this rank's thread and publish; collective.
+
+        Raises:
+            CheckpointError: on all ranks, when it failed on any.
+        """
+        begin = time.perf_counter()
+        self.join()
+        try:
+            self._publish()
+        except BaseException:
+            self._give_up()
+            raise
+        self._blocked_s += time.perf_counter() - begin
+
+    def join(self) -> None:
+        """Wait for this rank's thread."""
+        if self._thread is not None:
+            self._thread.join()
+
+    # --- this rank's part ----------------------------------------------------------------------------------------
+
+    def _units(self) -> range:
+        return range(len(self._state.plan.units))
+
+    def _unit(self, index: int) -> list[Held]:
+        frozen = "weight" if self._options.exclude_frozen else None
+        return [(portion, tensor) for portion, tensor in self._state.held(index) if portion.role != frozen]
+
+    def _look(self) -> _Seen:
+        """What may differ between ranks."""
+        loader = self._state.loader()
+        buffers = dict(self._state.buffers())
+        return _Seen(
+            position=None if loader is None else loader.state_dict(),
+            buffers=buffers,
+            checksums=[float(checksum(buffer)) for buffer in buffers.values()],
+        )
+
+    def _describe(self, seen: _Seen, rows: Sequence[Sequence[float]]) -> _Others:
+        """Everything but the tensors of the units: small things only."""
+        state, rank = self._state, self._meeting.rank
+        same = all(row[0] == rows[0][0] for row in rows) and is_json(seen.position)
+        differs = {name for i, name in enumerate(seen.buffers, 1) if rows[rank][i] != rows[0][i]}
+        rank_state = {**random_state.capture(state.device), "loader": None if same else seen.position}
+        shared: dict[str, Any] = {"client_state": dict(self._options.client_state)}
+        if rank == 0:
+            self._head, extra = _head(state, self._options, seen.position if same else None)
+            shared |= extra
+        return _Others(
+            buffers={n: b.detach().to("cpu", copy=True) for n, b in seen.buffers.items() if rank == 0 or n in differs},
+            random=pack(rank_state, "the position of the training data's loader"),
+            shared=pack(shared, "client_state") if rank == 0 else None,
+            numbers=state.numbers(),
+        )
+
+    def _write(self, units: Iterable[list[Held]], others: _Others) -> None:
+        """Write this rank's files. Errors are kept for the agreement that follows."""
+        rank = self._meeting.rank
+        writer = RankWriter(self._files, self.place.draft, rank)
+        try:
+            writer.open()
+            for index, held in enumerate(units):
+                writer.unit(index, held)
+                held.clear()  # a copy is given back as soon as it is written
+            writer.buffers(others.buffers, shared=rank == 0)
+            writer.content(random_file_name(rank), others.random)
+            if others.shared is not None:
+                writer.content(SHARED_NAME, others.shared)
+            records = writer.close()
+            part = {"files": [asdict(record) for record in records], "numbers": others.numbers}
+            self._written = json.dumps(part).encode()
+        except Exception as error:  # noqa: BLE001 - it is raised again on all ranks
+            writer.cancel()
+            self._error = error
+
+    # --- all ranks -----------------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        meeting = self._meeting
+        meeting.agree("writing", self._error)
+        written = meeting.collect(self._written, "what was written")
+        size = meeting.together("publication", lambda: self._commit(written), ranks=range(1))
+        seconds = time.perf_counter() - self._begin
+        step = self._state.counters()["global_steps"] if self._head is None else self._head.step
+        self.report = SaveReport(
+            path=str(self.place.final),
+            step=step,
+            bytes=size or 0,
+            seconds=seconds,
+            blocked_s=self._blocked_s or seconds,
+        )
+
+    def _commit(self, written: Sequence[bytes]) -> int:
+        assert self._head is not None and self._head.optimizer is not None
+        files: list[FileRecord] = []
+        numbers: dict[str, Any] = {}
+        for content in written:
+            part = json.loads(content)
+            files += parse_files(part["files"])
+            numbers |= part["numbers"]
+        manifest = replace(self._head, files=tuple(files), optimizer=replace(self._head.optimizer, values=numbers))
+        problems = coverage_problems(manifest)
+        if problems:
+            raise CheckpointError(f"an engine bug, nothing was published: {'; '.join(problems[:5])}. Please report it.")
+        publish(self._files, self.place, manifest, latest=self._options.latest)
+        try:
+            remove_surplus(self._files, surplus(self.place.parent, self._options.keep_last, self._options.keep_every))
+        except OSError as error:
+            warnings.warn(
+                f"{self.place.final} is saved, but an old checkpoint could not be removed: {error}", stacklevel=2
+            )
+        return manifest.bytes
+
+    def _give_up(self) -> None:
+        self.join()
+        if self._meeting.rank == 0:
+            abandon(self._files, self.place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What may differ between ranks: the loader's position and the buffers."""
+
+    position: Any
+    buffers: dict[str, torch.Tensor]
+    checksums: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Others:
+    """What a rank writes beside its units."""
+
+    buffers: dict[str, torch.Tensor]
+    random: bytes
+    shared: bytes | None
+    numbers: Mapping[str, Mapping[str, Any]]
+
+
+def _copied(held: list[Held]) -> list[Held]:
+    """The same in host memory that training does not touch."""
+    return [(portion, tensor.detach().to("cpu", copy=True)) for portion, tensor in held]
+
+
+def _head(state: TrainingState, options: SaveOptions, data: Any) -> tuple[Manifest, dict[str, Any]]:
+    """The manifest without files, and what of it is not JSON."""
+    plan, counters = state.plan, dict(state.counters())
+    scheduler = state.scheduler()
+    schedule = scheduler.state_dict() if scheduler is not None else None
+    shared: dict[str, Any] = {}
+    if not is_json(schedule):
+        shared["scheduler"], schedule = schedule, None
+    extra = state.extra_states()
+    if extra:
+        shared["extra_states"] = dict(extra)
+    groups, odd = _groups(state)
+    if any(odd):
+        shared["param_groups"] = odd
+    parameters = [
+        ParameterRecord(name=slot.name, shape=slot.shape, dtype=flat.dtype, trainable=flat.trainable)
+        for flat in state.layout.flats
+        for slot in flat.slots
+        if flat.trainable or not options.exclude_frozen
+    ]
+    names = {p.name for p in parameters}
+    manifest = Manifest(
+        step=counters["global_steps"],
+        stage=plan.stage,
+        world=plan.world,
+        precision=plan.precision.compute,
+        plan_fingerprint=plan.fingerprint,
+        versions={"torch": torch.__version__, "shardledger": options.version, "python": platform.python_version()},
+        config=state.config(),
+        parameters=tuple(parameters),
+        tied={other: name for other, name in state.tied().items() if name in names},
+        buffers=tuple(
+            BufferRecord(name=name, shape=tuple(b.shape), dtype=str(b.dtype).removeprefix("torch."))
+            for name, b in state.buffers()
+        ),
+        files=(),
+        optimizer=OptimizerRecord(class_name=state.optimizer_class(), param_groups=tuple(groups)),
+        counters=counters,
+        scheduler=schedule,
+        loss_scale=state.loss_scale(),
+        data=data,
+        in_shared=tuple(key for key in shared if key != "client_state"),
+    )
+    return manifest, shared
+
+
+def _groups(state: TrainingState) -> tuple[list[GroupRecord], list[dict[str, Any]]]:
+    groups, odd = [], []
+    for options, names in state.param_groups():
+        plain = {key: _number(value) for key, value in options.items()}
+        groups.append(GroupRecord(options={k: v for k, v in plain.items() if is_json(v)}, names=tuple(names)))
+        odd.append({k: v for k, v in plain.items() if not is_json(v)})
+    return groups, odd
+
+
+def _number(value: Any) -> Any:
+    """Hyperparameters as JSON has them: numbers out of tensors, lists for tuples."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return [_number(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _fixed(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=repr).encode()
