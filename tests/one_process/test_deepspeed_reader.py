@@ -168,8 +168,8 @@ def test_a_flipped_bit_in_a_tensor_is_found(broken):
         (lambda path: path.mkdir(), "is empty"),
         (lambda path: path.write_text("x"), "is a file"),
         (lambda path: (path.mkdir(), (path / "notes.txt").write_text("x")), "no DeepSpeed checkpoint in it"),
-        (lambda path: (path.mkdir(), (path / "manifest.json").write_text("{}")), "shardledger checkpoint already"),
-        (lambda path: (path.mkdir(), (path / "latest").write_text("step9")), "names 'step9', which is not there"),
+        (lambda path: (path.mkdir(), (path / "manifest.json").write_text("{}")), "a shardledger checkpoint already"),
+        (lambda path: (path.mkdir(), (path / "latest").write_text("step9")), "names is not there ('step9')"),
     ],
 )
 def test_a_wrong_folder_is_explained(tmp_path, prepare, expected):

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardledger.checkpoint.folder import LATEST_NAME, complete_tags, is_complete
+from shardledger.checkpoint.tools.find import did_you_mean
 from shardledger.errors import CheckpointError
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -75,7 +77,7 @@ def find_files(path: Path, tag: str | None = None) -> DeepSpeedFiles:
 
 def _tag_folder(path: Path, tag: str | None) -> Path:
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist.")
+        raise CheckpointError(f"{path} does not exist.{did_you_mean(path)}")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; give the folder that DeepSpeed's save_checkpoint was called with.")
     tags = sorted(item.name for item in path.iterdir() if item.is_dir() and _is_tag(item))
@@ -85,22 +87,31 @@ def _tag_folder(path: Path, tag: str | None) -> Path:
         return path / tag
     if _is_tag(path):
         return path
-    latest = path / "latest"
-    if latest.is_file():
-        named = latest.read_text(encoding="utf-8", errors="replace").strip()
-        if named in tags:
-            return path / named
-        raise CheckpointError(
-            f"{latest} names {named!r}, which is not there; there: {', '.join(tags) or 'none'}. Give one with --tag."
-        )
-    if tags:
+    if not tags:
+        raise CheckpointError(f"{path} {_what_it_is(path)}")
+    latest = path / LATEST_NAME
+    if not latest.is_file():
         raise CheckpointError(
             f"{path} has no file 'latest'; give one of its checkpoints with --tag: {', '.join(tags)}."
         )
-    if (path / "manifest.json").is_file():
-        raise CheckpointError(f"{path} is a shardledger checkpoint already; load it as it is.")
-    empty = "is empty" if not any(path.iterdir()) else "has no DeepSpeed checkpoint in it"
-    raise CheckpointError(f"{path} {empty}; give the folder that DeepSpeed's save_checkpoint was called with.")
+    named = latest.read_text(encoding="utf-8", errors="replace").strip()
+    if named not in tags:
+        raise CheckpointError(f"{latest} names {named!r}, which is not there: {', '.join(tags)}. Give one with --tag.")
+    return path / named
+
+
+def _what_it_is(path: Path) -> str:
+    if is_complete(path) or complete_tags(path) or complete_tags(path / "checkpoints"):
+        return "holds a shardledger checkpoint already; load it as it is."
+    items = sorted(path.iterdir())
+    if not items:
+        return "is empty; give the folder that DeepSpeed's save_checkpoint was called with."
+    inner = [item for item in items if item.is_dir() and any(_is_tag(tag) for tag in item.iterdir() if tag.is_dir())]
+    if inner:
+        return f"has no DeepSpeed checkpoint in it. Did you mean {inner[0]}?"
+    if (path / LATEST_NAME).is_file():
+        return f"has a file 'latest', but the checkpoint it names is not there ({(path / LATEST_NAME).read_text().strip()!r})."
+    return "has no DeepSpeed checkpoint in it; give the folder that DeepSpeed's save_checkpoint was called with."
 
 
 def _is_tag(folder: Path) -> bool:

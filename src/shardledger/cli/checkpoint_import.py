@@ -31,11 +31,12 @@ def run_import(request: ImportRequest, as_json: bool) -> None:
         CheckpointError: the source is not a checkpoint that can be read, or is damaged.
     """
     from shardledger.checkpoint.deepspeed import open_deepspeed
+    from shardledger.checkpoint.deepspeed_files import find_files
     from shardledger.checkpoint.deepspeed_import import check_target, import_deepspeed
 
     target = Path(request.target)
     try:
-        check_target(target, None)
+        check_target(target, find_files(Path(request.source), request.tag).tag)
     except CheckpointError as error:
         raise UsageFailure(str(error)) from None
     source = open_deepspeed(Path(request.source), request.tag, inert=request.inert, checksums=request.checksums)

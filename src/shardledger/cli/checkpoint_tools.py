@@ -103,7 +103,7 @@ def run_diff(paths: tuple[str, str], weights: bool, tolerance: float, as_json: b
         print(f"A: {one.folder}\nB: {other.folder}")
         print("\n".join(_difference_lines(found)))
     if found:
-        raise RunFailure(f"{count(len(found), 'tensor')} differ" + ("s." if len(found) == 1 else "."))
+        raise RunFailure("1 tensor differs." if len(found) == 1 else f"{len(found):,} tensors differ.")
 
 
 def run_export(request: ExportRequest, as_json: bool) -> None:

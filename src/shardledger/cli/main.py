@@ -1,4 +1,4 @@
-"""``shardledger demo | train | check | inspect | verify | diff | export | import | env``: options, and which exit code an error becomes.
+"""The commands of ``shardledger``: options, and which exit code an error becomes.
 
 torch takes seconds to import, so only the bodies of commands import it.
 """

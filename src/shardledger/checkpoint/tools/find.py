@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from shardledger.checkpoint.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from shardledger.checkpoint.folder import LATEST_NAME, complete_tags, is_complete, read_manifest
+from shardledger.checkpoint.manifest import MANIFEST_NAME, Manifest
 from shardledger.errors import CheckpointError
 
-LATEST_NAME = "latest"
 #: Folders that may lie between what the user names and the checkpoints.
 _INNER = "checkpoints"
 
@@ -29,14 +29,7 @@ def open_checkpoint(path: Path) -> Stored:
         CheckpointError: there is none; says what is there instead.
     """
     folder = find_checkpoint(path)
-    file = folder / MANIFEST_NAME
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        text = ""
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
-    return Stored(folder, parse_manifest(text, str(file)))
+    return Stored(folder, read_manifest(folder))
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -46,39 +39,32 @@ def find_checkpoint(path: Path) -> Path:
         CheckpointError: there is none; says what is there instead.
     """
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist.{_near(path)}")
+        raise CheckpointError(f"{path} does not exist.{did_you_mean(path)}")
     if path.is_file():
         if path.name == MANIFEST_NAME:
             return path.parent
         raise CheckpointError(f"{path} is a file; give the folder of a checkpoint or of a run.")
-    if (path / MANIFEST_NAME).is_file():
+    if is_complete(path):
         return path
     if (path / LATEST_NAME).is_file():
         return _latest(path)
     if (path / _INNER).is_dir():
         return find_checkpoint(path / _INNER)
-    there = complete_checkpoints(path)
+    there = complete_tags(path)
     if there:
-        raise CheckpointError(
-            f"{path} has no file {LATEST_NAME!r}; give one of its checkpoints: {', '.join(item.name for item in there)}."
-        )
+        raise CheckpointError(f"{path} has no file {LATEST_NAME!r}; give one of its checkpoints: {', '.join(there)}.")
     raise CheckpointError(f"{path} {_what_it_is(path)}")
-
-
-def complete_checkpoints(path: Path) -> list[Path]:
-    """Folders directly below ``path`` that hold a manifest, by name."""
-    return sorted(item for item in path.iterdir() if item.is_dir() and (item / MANIFEST_NAME).is_file())
 
 
 def _latest(path: Path) -> Path:
     named = (path / LATEST_NAME).read_text(encoding="utf-8", errors="replace").strip()
-    if named and (path / named / MANIFEST_NAME).is_file():
+    if named and is_complete(path / named):
         return path / named
     if named and _is_deepspeed(path / named):
         raise CheckpointError(
             f"{path} is a DeepSpeed checkpoint; convert it first: shardledger import {path} NEW_FOLDER"
         )
-    there = ", ".join(item.name for item in complete_checkpoints(path)) or "none"
+    there = ", ".join(complete_tags(path)) or "none"
     raise CheckpointError(f"{path / LATEST_NAME} names {named!r}, which is no checkpoint here; there: {there}.")
 
 
@@ -90,17 +76,23 @@ def _what_it_is(path: Path) -> str:
     names = {item.name for item in path.iterdir()}
     if not names:
         return "is empty."
+    outer = next((parent for parent in path.absolute().parents[:2] if (parent / MANIFEST_NAME).is_file()), None)
+    if outer is not None:
+        return f"is a part of the checkpoint {outer}; give that folder."
     if _is_deepspeed(path) or any(_is_deepspeed(path / name) for name in names):
         return f"is a DeepSpeed checkpoint; convert it first: shardledger import {path} NEW_FOLDER"
+    inner = sorted(item for item in path.iterdir() if item.is_dir() and (item / LATEST_NAME).is_file())
+    if inner:
+        return f"is no checkpoint. Did you mean {inner[0]}?"
     if any(name.endswith(".safetensors") for name in names):
-        return "holds model weights, but no manifest.json: it is no checkpoint of a training run."
-    return "is no checkpoint: it has neither manifest.json nor a file 'latest'." + (
-        " Did the run save one?" if "config.resolved.json" in names or _INNER in names else ""
+        return f"holds model weights, but no {MANIFEST_NAME}: it is no checkpoint of a training run."
+    return f"is no checkpoint: it has neither {MANIFEST_NAME} nor a file {LATEST_NAME!r}." + (
+        " The run has saved none." if "config.resolved.json" in names or _INNER in path.parts[-1:] else ""
     )
 
 
-def _near(path: Path) -> str:
-    """What the user may have meant: the first part of the path that is not there, against its neighbours."""
+def did_you_mean(path: Path) -> str:
+    """The end of a message about a path that does not exist: its first missing part against that part's neighbours."""
     missing = path
     while not missing.parent.exists() and missing.parent != missing:
         missing = missing.parent
