@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 
-from shardledger.checkpoint.manifest import BUFFER
+from shardledger.checkpoint.manifest import BUFFER, MODEL_CONFIG_NAME
 from shardledger.checkpoint.tools.find import Stored
 from shardledger.checkpoint.tools.stream import Promise, write_safetensors
 from shardledger.checkpoint.tools.tensors import StoredTensors, dtype_named
 from shardledger.errors import CheckpointError
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-MODEL_CONFIG_NAME = "model_config.json"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -180,4 +179,7 @@ def _write(folder: Path, promises: Sequence[Promise], shard_bytes: int) -> list[
 def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """A model's config names the dtype to load it in, by one of two keys."""
     name = str(dtype).removeprefix("torch.")
-    return {**config, **{key: name for key in ("dtype", "torch_dtype") if key in config}}
+    keys = [key for key in ("dtype", "torch_dtype") if key in config]
+    if not keys and "model_type" in config:  # without either, older libraries load everything as fp32
+        keys = ["torch_dtype"]
+    return {**config, **dict.fromkeys(keys, name)}

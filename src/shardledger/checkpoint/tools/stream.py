@@ -79,7 +79,7 @@ def write_safetensors(
         offset += promise.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the numbers start at a multiple of eight
-    with path.open("wb") as file:
+    with path.open("xb") as file:  # never into a file that somebody, perhaps a promise, has mapped
         out = _Out(file, hashlib.sha256() if hashed else None)
         out.write(len(text).to_bytes(8, "little"))
         out.write(text)

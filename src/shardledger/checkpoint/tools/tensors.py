@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from shardledger.checkpoint.manifest import BUFFER, Entry, Manifest
+from shardledger.checkpoint.manifest import BUFFER, BufferRecord, Entry, Manifest, ParameterRecord
 from shardledger.checkpoint.reader import CheckpointReader
 from shardledger.checkpoint.tools.find import Stored
 from shardledger.errors import CheckpointError
 from shardledger.layout.flat import Interval
 
-_LARGE_BYTES = 1 << 22
+_RUN = 1 << 21
+"""Elements read at once."""
 
 
 class StoredTensors:
@@ -22,7 +23,9 @@ class StoredTensors:
         self.manifest: Manifest = stored.manifest
         self._folder = stored.folder
         self._reader = CheckpointReader(stored.folder, stored.manifest)
-        self._records = {record.name: record for record in (*self.manifest.parameters, *self.manifest.buffers)}
+        self._records: dict[str, ParameterRecord | BufferRecord] = {
+            record.name: record for record in (*self.manifest.parameters, *self.manifest.buffers)
+        }
         self._roles: dict[str, dict[str, Entry]] = {}
         for _, entry in stored.manifest.entries():
             self._roles.setdefault(entry.of, {}).setdefault(entry.role, entry)
@@ -57,9 +60,11 @@ class StoredTensors:
         if entry.scalar:
             return self._reader.scalar(name, role)
         whole = torch.empty(record.numel, dtype=dtype_named(entry.dtype))
-        self._reader.read_of(name, role, Interval(0, record.numel), whole)
-        if whole.nbytes >= _LARGE_BYTES:
-            self._reader.close()  # pages of a mapped file count as this process's memory for as long as it is open
+        for start in range(0, record.numel, _RUN):
+            stop = min(start + _RUN, record.numel)
+            self._reader.read_of(name, role, Interval(start, stop), whole[start:stop])
+            if stop - start == _RUN:
+                self._reader.close()  # pages of a mapped file count as this process's memory for as long as it is open
         return whole.view(record.shape)
 
 
