@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from shardledger.checkpoint.deepspeed import open_deepspeed
 from shardledger.checkpoint.deepspeed_pickle import load_restricted
 from shardledger.errors import CheckpointError
-from support.deepspeed import NAMES, checkpoint_of, expected_facts, expected_tensors
+from support.deepspeed import NAMES, OLD_FIXTURES, OLD_NAMES, checkpoint_of, expected_facts, expected_tensors
 
 
 def same_bits(found, wanted):
@@ -39,6 +40,15 @@ def test_every_tensor_comes_out_bit_for_bit(name):
     assert len(wanted) == 79
     assert [k for k, v in wanted.items() if not same_bits(read(checkpoint, *k.split("/", 1)), v)] == []
     assert {p.name for p in checkpoint.parameters} == {k.split("/", 1)[1] for k in wanted if k.startswith("model/")}
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_checkpoints_of_version_0_16_come_out_bit_for_bit(name):
+    checkpoint = open_deepspeed(OLD_FIXTURES / name / "checkpoint", checksums=True)
+    wanted = load_file(OLD_FIXTURES / name / "expected.safetensors")
+    assert checkpoint.facts.version == "0.16.9" and len(wanted) == 45
+    assert [k for k, v in wanted.items() if not same_bits(read(checkpoint, *k.split("/", 1)), v)] == []
+    assert checkpoint.facts.stage == int(name[1])
 
 
 @pytest.mark.parametrize("name", NAMES)

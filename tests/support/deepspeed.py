@@ -16,6 +16,10 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "deepspeed"
 NAMES = tuple(sorted(item.name for item in FIXTURES.iterdir() if item.is_dir()))
 
 
+OLD_FIXTURES = FIXTURES.with_name("deepspeed_0.16")
+OLD_NAMES = tuple(sorted(item.name for item in OLD_FIXTURES.iterdir() if item.is_dir()))
+
+
 def checkpoint_of(name: str) -> Path:
     """The folder that `save_checkpoint` was called with."""
     return FIXTURES / name / "checkpoint"

@@ -67,7 +67,13 @@ TORCH_NAMES = frozenset(
         *(f"torch.{name}Storage" for name in STORAGES),
     }
 )
-PLAIN_NAMES = frozenset({"collections.OrderedDict", "collections.Counter"})
+#: Python's own containers and numbers. Pickles of protocol 2 spell the module as in Python 2.
+PLAIN_NAMES = frozenset(
+    {
+        *("collections.OrderedDict", "collections.Counter", "_codecs.encode"),
+        *(f"{module}.{name}" for module in ("__builtin__", "builtins") for name in ("set", "complex", "bytearray")),
+    }
+)
 #: Opcodes that bring in a name without spelling it, or that torch never writes.
 _HIDDEN_NAMES = frozenset({"STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4", "NEWOBJ_EX"})
 

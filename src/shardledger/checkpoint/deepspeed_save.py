@@ -112,9 +112,17 @@ def group_layouts(files: DeepSpeedFiles, first: Mapping[str, Any], optim: list[d
             paddings = (optim[0].get("param_alignment_paddings") or [None] * len(shapes))[index]
             # The last partition is stored without padding, the first one never is, unless it is the last.
             layout = whole_group(group, paddings, max(1, masters(optim[0])[index].numel()), world)
-            _check_places(files, layout, [state.get("param_slice_mappings") for state in optim], index)
+            # Under round_robin_gradients DeepSpeed notes the places of the order before it was changed; the model file has
+            # the order of the flat tensors.
+            noted = [] if _is_round_robin(first) else [state.get("param_slice_mappings") for state in optim]
+            _check_places(files, layout, noted, index)
         layouts.append(layout)
     return layouts
+
+
+def _is_round_robin(first: Mapping[str, Any]) -> bool:
+    section = (first.get("ds_config") or {}).get("zero_optimization")
+    return isinstance(section, Mapping) and bool(section.get("round_robin_gradients"))
 
 
 def _check_places(files: DeepSpeedFiles, layout: GroupLayout, noted: list[Any], index: int) -> None:
