@@ -94,5 +94,5 @@ def _difference(name: str, role: str, one: torch.Tensor, other: torch.Tensor) ->
     return TensorDifference(name=name, role=role, largest=largest, at=at, values=values)
 
 
-_RUN = 1 << 22
+_RUN = 1 << 20
 """Elements compared at once."""
