@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from shardledger.checkpoint.checkpoints import Checkpoints
 from shardledger.checkpoint.checkpoints import Settings as CheckpointSettings
@@ -40,6 +40,7 @@ from shardledger.runtime.step import Stepper
 from shardledger.runtime.training_state import TrainingState
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Place, Transport, find_place, join, leave
+from shardledger.workload.training_loader import PositionedSampler, TrainingLoader
 
 
 @dataclass(frozen=True)
@@ -236,13 +237,10 @@ def _checkpoint_settings(settings: Config) -> CheckpointSettings:
 def _loader(wanted: _Wanted, settings: Config, plan: Plan, transport: Transport) -> DataLoader[Any] | None:
     if wanted.training_data is None:
         return None
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        wanted.training_data, num_replicas=transport.world, rank=transport.rank
-    )
-    return DataLoader(
+    return TrainingLoader(
         wanted.training_data,
-        batch_size=plan.step.micro_batch,
-        sampler=sampler,
-        collate_fn=wanted.collate_fn,
-        drop_last=settings.dataloader_drop_last,
+        plan.step.micro_batch,
+        PositionedSampler(wanted.training_data, rank=transport.rank, world=transport.world),
+        wanted.collate_fn,
+        settings.dataloader_drop_last,
     )
