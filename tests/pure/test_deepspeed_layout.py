@@ -19,7 +19,7 @@ def check(layout, group):
         elements = []
         for piece in layout.pieces(name):
             assert 0 <= piece.rank < layout.world and piece.numel > 0
-            assert 0 <= piece.in_flat and piece.in_flat + piece.numel <= layout.partition_numel
+            assert piece.in_flat >= 0 and piece.in_flat + piece.numel <= layout.partition_numel
             elements += range(piece.in_parameter, piece.in_parameter + piece.numel)
             places = {(piece.rank, at) for at in range(piece.in_flat, piece.in_flat + piece.numel)}
             assert not places & taken
