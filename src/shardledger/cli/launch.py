@@ -8,11 +8,12 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardledger.cli.exits import DOES_NOT_FIT, FAILED, USAGE, RunFailure
+from shardledger.cli.exits import DOES_NOT_FIT, FAILED, TERMINATED, USAGE, RunFailure
 from shardledger.cli.ranks import LAUNCHED_BY
 
 MONITOR_INTERVAL_S = 0.1
@@ -48,7 +49,8 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
         # and what they say is in the message below.
         logging.disable(logging.CRITICAL)
         try:
-            elastic_launch(config, sys.executable)("-m", "shardledger", *arguments)
+            with _passing_on_sigterm():
+                elastic_launch(config, sys.executable)("-m", "shardledger", *arguments)
         except ChildFailedError as error:
             raise describe_failures([_ending(rank, failure) for rank, failure in error.failures.items()]) from None
         except SignalException as error:
@@ -59,6 +61,28 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
             logging.disable(logging.NOTSET)
             if sys.stdout.isatty():
                 print(SHOW_CURSOR, end="", flush=True)  # a rank that was killed while it drew a bar has hidden it
+
+
+@contextmanager
+def _passing_on_sigterm() -> Iterator[None]:
+    """SIGTERM goes to the ranks, which finish their step, save and end; a second one ends everything at once."""
+    import psutil
+
+    received: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        received.append(number)
+        ranks = psutil.Process().children()
+        if len(received) > 1 or not ranks:
+            raise _interrupted(signal.SIGTERM)
+        for rank in ranks:
+            rank.terminate()
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def rank_environment(environment: Mapping[str, str], nproc: int) -> dict[str, str]:
@@ -74,6 +98,8 @@ def rank_environment(environment: Mapping[str, str], nproc: int) -> dict[str, st
         # Seconds between asking a rank to end and killing it. A running rank ends at once when asked; a stopped one, or
         # one stuck in the kernel, never does, and torch would give it 30.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
+        # SIGTERM is passed on by ``_passing_on_sigterm``: torch would give ranks those 5 s to finish their step and save.
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT,SIGHUP,SIGQUIT",
     }
     missing = {key: value for key, value in wanted.items() if key not in environment}
     return {**missing, LAUNCHED_BY: str(os.getpid())}
@@ -93,6 +119,9 @@ class Ending:
 
 def describe_failures(endings: Sequence[Ending]) -> RunFailure:
     """One message about the rank that failed first; what the others say is mostly that they miss it."""
+    saved = next((e for e in endings if e.exit_code == TERMINATED and e.message is not None), None)
+    if saved is not None:
+        return RunFailure(f"{saved.message}", TERMINATED)
     first = min(endings, key=_closeness_to_cause)
     who = f"rank {first.rank} (pid {first.pid})"
     if first.exit_code < 0 and first.message is None:

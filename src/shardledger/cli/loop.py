@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardledger.cli.run_checkpoints import RunCheckpoints
+from shardledger.cli.stop import StopRequest
 from shardledger.telemetry import EvalRecord, MemoryMeter, SinkGroup, StepRecord
 from shardledger.workload import BatchSampler, TextData, loss_of
 
@@ -39,18 +41,39 @@ class TrainingLoop:
         self.meter = MemoryMeter(engine.device)
         self.eval_batches = text.validation_batches(EVAL_ROWS, EVAL_BATCH, engine.rank, engine.world)
         self.offload = _offload(engine.config)
+        self.stop: StopRequest | None = None
+        self.stopping = False
+        """Whether a rank was asked to stop; known to all at the end of the step."""
         self._device_utilization = _device_utilization(engine.device)
 
-    def run(self, steps: int, eval_every: int) -> tuple[float, float]:
-        """Train for ``steps`` steps; returns the validation loss before the first and after the last.
+    def run(
+        self,
+        steps: int,
+        eval_every: int,
+        *,
+        begin: int = 0,
+        checkpoints: RunCheckpoints | None = None,
+        stop: StopRequest | None = None,
+    ) -> tuple[float, float]:
+        """Train until step ``steps``, from step ``begin``; returns the validation loss before and after.
 
         Evaluates before the first step, after every ``eval_every`` steps (0: never in between) and after the last one.
+
+        Raises:
+            RunFailure: ``stop`` was requested on any rank; the run was saved.
         """
-        first = latest = self.evaluate(0)
-        for step in range(1, steps + 1):
+        self.stop = stop
+        first = latest = self.evaluate(begin)
+        for step in range(begin + 1, steps + 1):
             self.train_step(step)
+            if self.stopping and checkpoints is not None:
+                checkpoints.stop(step)
+            if checkpoints is not None:
+                checkpoints.after_step(step, last=step == steps)
             if step == steps or (eval_every and step % eval_every == 0):
                 latest = self.evaluate(step)
+        if checkpoints is not None:
+            checkpoints.close()
         return first, latest
 
     def train_step(self, step: int) -> StepRecord:
@@ -71,8 +94,16 @@ class TrainingLoop:
         step_s, comm_wait_s = time.perf_counter() - begin, engine.comm_wait_s - waited
         timing = _Timing(step_s=step_s, data_s=data_s, comm_wait_s=comm_wait_s)
         gathered = engine.gather_scalars(
-            [loss, timing.data_s, timing.comm_wait_s, self._utilization(timing), float(self.meter.peak_bytes())]
+            [
+                loss,
+                timing.data_s,
+                timing.comm_wait_s,
+                self._utilization(timing),
+                float(self.meter.peak_bytes()),
+                float(self.stop is not None and self.stop.requested),
+            ]
         )
+        self.stopping = any(row[-1] for row in gathered)
         means = [sum(column) / len(gathered) for column in zip(*gathered, strict=True)]
         step_s = time.perf_counter() - begin  # with the exchange above, which ends when the slowest rank has come
         rows = self.sampler.shape.rows
@@ -87,7 +118,7 @@ class TrainingLoop:
             data_s=means[1],
             comm_wait_s=means[2],
             utilization=means[3],
-            memory_peak_bytes=tuple(int(row[-1]) for row in gathered),
+            memory_peak_bytes=tuple(int(row[-2]) for row in gathered),
             stage=engine.zero_optimization_stage(),
             offload=self.offload,
             skipped=engine.skipped_steps > skipped,

@@ -13,6 +13,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from shardledger.cli.arguments import with_resume_value
 from shardledger.cli.checkpoint_commands import commands as checkpoint_commands
 from shardledger.cli.exits import guarded as _guarded
 from shardledger.cli.settings import Options
@@ -56,6 +57,14 @@ OutOption = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--out", metavar="DIR", help="Folder of the run, not used before. Default: runs/NAME-TIME."),
 ]
+ResumeOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--resume",
+        metavar="[auto|PATH]",
+        help="Go on from the latest checkpoint of --out; auto: if there is one; PATH: a run folder or a checkpoint.",
+    ),
+]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the initial weights and of the data order.")]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")]
 
@@ -97,6 +106,7 @@ def train(
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
     out: OutOption = None,
+    resume: ResumeOption = None,
 ) -> None:
     """Train your model with your config on your text; under torchrun or srun, be one of its ranks."""
 
@@ -104,7 +114,7 @@ def train(
         from shardledger.cli.settings import train_settings
         from shardledger.cli.start import start
 
-        options = Options(data=data, steps=steps, seed=seed, device=device.value, out=out, nproc=nproc)
+        options = Options(data=data, steps=steps, seed=seed, device=device.value, out=out, nproc=nproc, resume=resume)
         settings = train_settings(options, config=config, model=model, seq_len=seq_len, eval_every=eval_every)
         start(settings, _arguments(context))
 
@@ -156,7 +166,7 @@ def env() -> None:
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Entry point of the command; ends the process with the exit codes listed in this folder's README."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = with_resume_value(list(sys.argv[1:] if argv is None else argv))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # --model package.module:function is looked up where the user stands
     for stream in (sys.stdout, sys.stderr):

@@ -26,6 +26,8 @@ class Options:
     device: str
     out: str | None
     nproc: int | None
+    resume: str | None = None
+    """``"latest"``, ``"auto"`` or a path; None starts anew."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,13 +19,16 @@ def start(settings: RunSettings, arguments: Sequence[str]) -> None:
         UsageFailure, ConfigError: something is wrong with the arguments; nothing was started.
         RunFailure: a rank failed.
     """
+    from shardledger.cli.resume import check_folder, run_folder_of, source_of
     from shardledger.telemetry import RunFolder
 
     rank = rank_of(os.environ)
-    given = settings.options.out or os.environ.get(RUN_FOLDER)
+    resume = settings.options.resume
+    given = run_folder_of(resume, settings.options.out) or os.environ.get(RUN_FOLDER)
     folder = RunFolder(given) if given else RunFolder.fresh("runs", settings.name)
+    source = source_of(resume, folder)
     if rank is None or rank == 0:
-        folder.check_unused()
+        check_folder(resume, folder, source)
     if LAUNCHED_BY not in os.environ:  # our own launcher has checked already, so that a mistake is reported once
         check_arguments(settings)
     device = choose_device(settings)
@@ -43,7 +46,7 @@ def start(settings: RunSettings, arguments: Sequence[str]) -> None:
         guard_rank()
     from shardledger.cli.training import train
 
-    train(settings, folder, device)
+    train(settings, folder, device, source)
 
 
 def check_arguments(settings: RunSettings) -> None:

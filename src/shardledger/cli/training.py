@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import shardledger
 from shardledger.cli.loop import TrainingLoop
+from shardledger.cli.run_checkpoints import RunCheckpoints
 from shardledger.cli.settings import RunSettings
+from shardledger.cli.stop import StopRequest
 from shardledger.telemetry import CATEGORIES, JsonLinesSink, RunFolder, SinkGroup, console_sink, print_ledger
 from shardledger.workload import (
     GPT,
@@ -33,8 +36,10 @@ LARGE_PARAMETERS = 50_000_000
 Ledger = dict[str, dict[str, int | None]]
 
 
-def train(settings: RunSettings, folder: RunFolder, device: str) -> None:
+def train(settings: RunSettings, folder: RunFolder, device: str, source: tuple[Path, str | None] | None = None) -> None:
     """Train as ``settings`` say and write ``folder``. Every rank calls this; rank 0 prints and writes.
+
+    ``source``: folder and tag of the checkpoint to go on from.
 
     Raises:
         ShardledgerError: whatever the engine, the model or the data complain about.
@@ -49,13 +54,21 @@ def train(settings: RunSettings, folder: RunFolder, device: str) -> None:
     engine, *_ = shardledger.initialize(model=model, config=dict(settings.config), device=device)
     leads = engine.rank == 0
     if leads:
-        folder.create()
+        folder.create(reuse=settings.options.resume is not None)
         folder.write_config(engine.config.to_dict())
         _print_header(settings, engine, text, parameters)
     sampler = BatchSampler(text, _batch_shape(engine), rank=engine.rank, seed=settings.options.seed)
+    engine.training_dataloader = sampler  # its position is saved and restored with the engine
+    if leads and settings.options.resume is not None:
+        folder.forget_after(_step_of(source))
     sinks = [JsonLinesSink(folder.metrics), console_sink(settings.options.steps)] if leads else []
-    with SinkGroup(sinks) as group:
-        first, last = TrainingLoop(engine, text, sampler, group).run(settings.options.steps, settings.eval_every)
+    with SinkGroup(sinks) as group, StopRequest() as stop:
+        checkpoints = RunCheckpoints(engine, folder, group)
+        begin = checkpoints.load(source, sampler) if source is not None else 0
+        loop = TrainingLoop(engine, text, sampler, group)
+        first, last = loop.run(
+            settings.options.steps, settings.eval_every, begin=begin, checkpoints=checkpoints, stop=stop
+        )
     ledgers = gather_ledgers(engine)
     stage = engine.zero_optimization_stage()
     state = engine.state_dict()
@@ -89,6 +102,18 @@ def gather_ledgers(engine: Any) -> list[Ledger]:
         }
         for row in gathered
     ]
+
+
+def _step_of(source: tuple[Path, str | None] | None) -> int:
+    """Step of the checkpoint that is about to be loaded, for the records that stay; 0 without one."""
+    if source is None:
+        return 0
+    from shardledger.checkpoint.folder import find, read_manifest
+
+    path = find(*source)
+    assert path is not None
+    manifest = read_manifest(path)
+    return manifest.counters.get("global_steps", 0) + manifest.counters.get("skipped_steps", 0)
 
 
 def _batch_shape(engine: Any) -> BatchShape:

@@ -48,13 +48,23 @@ class RunFolder:
                 f"{self.path} {what}; runs are never overwritten. Give another --out, or move the old one away."
             )
 
-    def create(self) -> None:
-        """Make the folder."""
-        self.check_unused()
+    def create(self, *, reuse: bool = False) -> None:
+        """Make the folder; ``reuse`` goes on in one that a run has left."""
+        if not reuse:
+            self.check_unused()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"the run folder {self.path} cannot be made: {error.strerror or error}.") from error
+
+    def forget_after(self, step: int) -> None:
+        """Drop the records of steps after ``step``: a run that goes on from there takes them again."""
+        if not self.metrics.is_file():
+            return
+        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        draft = self.metrics.with_name(self.metrics.name + ".part")
+        draft.write_text("".join(line for line in lines if _step_of(line) <= step), encoding="utf-8")
+        draft.replace(self.metrics)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write ``config.resolved.json``."""
@@ -63,6 +73,14 @@ class RunFolder:
     def write_ledger(self, stage: int, ranks: Sequence[Mapping[str, Mapping[str, int | None]]]) -> None:
         """Write ``ledger.json``: for each rank, bytes by category, predicted and measured (null: not known)."""
         _write_json(self.ledger, {"world": len(ranks), "stage": stage, "ranks": [dict(rank) for rank in ranks]})
+
+
+def _step_of(line: str) -> float:
+    """Step of a record; a line that a killed run has left half written comes after every step."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
