@@ -13,7 +13,7 @@ from shardledger.errors import CheckpointError
 
 _SAME_STATES = ({"Adam", "AdamW"},)
 """Optimizers whose states mean the same."""
-_SHOWN = 8
+_SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)

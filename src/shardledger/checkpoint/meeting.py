@@ -64,6 +64,7 @@ class Meeting:
         """Go on when no rank has an error.
 
         Raises:
+            ShardledgerError: all ranks have this one.
             CheckpointError: some have; names them, the same message on every rank.
         """
         text = b"" if error is None else describe(error).encode()[:2000]
@@ -78,6 +79,8 @@ class Meeting:
             for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))
             if length
         ]
+        if isinstance(error, ShardledgerError) and all(torch.equal(row, rows[0]) for row in rows):
+            raise error  # the same mistake on every rank needs no list of ranks
         raise CheckpointError(f"{self.doing} failed on all ranks, because of " + "; ".join(found)) from error
 
     def numbers(self, values: list[float], phase: str) -> list[list[float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from shardledger.errors import CheckpointError
 
+_REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 _JSON_SCALARS = (type(None), bool, int, float, str)
 
 
@@ -35,7 +37,7 @@ def pack(value: Any, what: str) -> bytes:
         buffer.seek(0)
         torch.load(buffer, weights_only=True, map_location="cpu")
     except (pickle.PickleError, RuntimeError, TypeError, AttributeError) as error:
-        reason = str(error).replace("\n", " ")[:400]
+        reason = _reason(error)
         raise CheckpointError(
             f"{what} holds something that a checkpoint cannot give back without running code from the file ({reason}). "
             f"Use plain values and tensors, or allow its class with torch.serialization.add_safe_globals([...]) before "
@@ -53,8 +55,14 @@ def unpack(path: Path) -> Any:
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except (pickle.PickleError, RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        reason = str(error).replace("\n", " ")[:400]
+        reason = _reason(error)
         raise CheckpointError(
             f"{path} cannot be read ({reason}). When it names a class of yours, allow it with "
             f"torch.serialization.add_safe_globals([...]) before loading."
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The class that torch would not read, out of a page of advice; else how the page begins."""
+    found = _REFUSED.search(str(error))
+    return f"it needs {found[1]}" if found else " ".join(str(error).split())[:300]

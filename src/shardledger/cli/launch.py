@@ -10,7 +10,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from shardledger.cli.exits import DOES_NOT_FIT, FAILED, TERMINATED, USAGE, RunFailure
@@ -44,6 +44,7 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
             max_restarts=0,
             monitor_interval=MONITOR_INTERVAL_S,
             logs_specs=DefaultLogsSpecs(log_dir=errors_folder),
+            **handled_signals(LaunchConfig),
         )
         # Torch's launcher logs several warnings and a traceback of itself per failure. This process does nothing else,
         # and what they say is in the message below.
@@ -61,6 +62,15 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
             logging.disable(logging.NOTSET)
             if sys.stdout.isatty():
                 print(SHOW_CURSOR, end="", flush=True)  # a rank that was killed while it drew a bar has hidden it
+
+
+def handled_signals(config: type) -> dict[str, str]:
+    """Leave SIGTERM to ``_passing_on_sigterm``: torch would kill ranks that need more than 5 s to save.
+
+    torch versions whose launcher cannot be told so keep their way.
+    """
+    able = "signals_to_handle" in {field.name for field in fields(config)}
+    return {"signals_to_handle": "SIGINT,SIGHUP,SIGQUIT"} if able else {}
 
 
 @contextmanager
@@ -98,8 +108,6 @@ def rank_environment(environment: Mapping[str, str], nproc: int) -> dict[str, st
         # Seconds between asking a rank to end and killing it. A running rank ends at once when asked; a stopped one, or
         # one stuck in the kernel, never does, and torch would give it 30.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
-        # SIGTERM is passed on by ``_passing_on_sigterm``: torch would give ranks those 5 s to finish their step and save.
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT,SIGHUP,SIGQUIT",
     }
     missing = {key: value for key, value in wanted.items() if key not in environment}
     return {**missing, LAUNCHED_BY: str(os.getpid())}
