@@ -70,7 +70,7 @@ def test_a_rank_that_lags_is_named_after_the_configured_timeout():
 
 def test_a_collective_that_one_rank_leaves_out_is_named():
     step = "engine.backward(engine(*part)); step == 1 and rank == 0 and engine.state_dict(); engine.step()"
-    ranks = run_ranks_raw(SCRIPT.format(stage=1, how="pass", timeout=120, step=step), 2, timeout=90)
+    ranks = run_ranks_raw(SCRIPT.format(stage=1, how="pass", timeout=5, step=step), 2, timeout=60)
     for rank, one in enumerate(ranks):
         assert one.code not in (0, None)
-        assert "RanksDisagreeError" in one.output and f"Expected by rank {rank} at step 2" in one.output, one.output
+        assert f"rank {1 - rank}" in one.output and "step 2" in one.output, one.output

@@ -23,6 +23,8 @@ from shardledger.errors import CheckpointError
 FORMAT = "shardledger-checkpoint"
 VERSION = 1
 MANIFEST_NAME = "manifest.json"
+MODEL_CONFIG_NAME = "model_config.json"
+"""The model's own configuration (``module.config``), where it has one that is JSON."""
 SHARED_NAME = "shared.pt"
 """``{"client_state": {...}, ...}``: values that are not JSON, the same for all ranks."""
 

@@ -110,3 +110,6 @@ class TrainingState(Protocol):
 
     def config(self) -> Mapping[str, Any] | None:
         """The resolved configuration."""
+
+    def model_config(self) -> str | None:
+        """The model's own configuration as JSON, where it has one."""

@@ -25,6 +25,7 @@ from shardledger.checkpoint import random_state
 from shardledger.checkpoint.files import Files
 from shardledger.checkpoint.folder import Place, abandon, prepare, publish, remove_surplus, surplus
 from shardledger.checkpoint.manifest import (
+    MODEL_CONFIG_NAME,
     SHARED_NAME,
     BufferRecord,
     FileRecord,
@@ -183,6 +184,7 @@ class Save:
             buffers={n: b.detach().to("cpu", copy=True) for n, b in seen.buffers.items() if rank == 0 or n in differs},
             random=pack(rank_state, "the position of the training data's loader"),
             shared=pack(shared, "client_state") if rank == 0 else None,
+            model_config=state.model_config() if rank == 0 else None,
             numbers=state.numbers(),
         )
 
@@ -199,6 +201,8 @@ class Save:
             writer.content(random_file_name(rank), others.random)
             if others.shared is not None:
                 writer.content(SHARED_NAME, others.shared)
+            if others.model_config is not None:
+                writer.content(MODEL_CONFIG_NAME, others.model_config.encode())
             records = writer.close()
             part = {"files": [asdict(record) for record in records], "numbers": others.numbers}
             self._written = json.dumps(part).encode()
@@ -266,6 +270,7 @@ class _Others:
     buffers: dict[str, torch.Tensor]
     random: bytes
     shared: bytes | None
+    model_config: str | None
     numbers: Mapping[str, Mapping[str, Any]]
 
 

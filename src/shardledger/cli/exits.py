@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 from shardledger.cli.ranks import LAUNCHED_BY, rank_of
@@ -55,6 +56,14 @@ def report_and_exit(error: BaseException) -> NoReturn:
     else:
         traceback.print_exception(error)
     sys.exit(exit_code(error))
+
+
+def guarded(body: Callable[[], None]) -> None:
+    """Run a command's body; an error ends the process as ``report_and_exit`` does."""
+    try:
+        body()
+    except (Exception, KeyboardInterrupt) as error:
+        report_and_exit(error)
 
 
 def _end_rank(error: BaseException, rank: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""``shardledger demo | train | check | plan | ledger | env``: options, and which exit code an error becomes.
+"""The commands of ``shardledger``: options, and which exit code an error becomes.
 
 torch takes seconds to import, so only the bodies of commands import it.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, Optional
 
 import typer
 
 from shardledger.cli.arguments import with_resume_value
-from shardledger.cli.exits import report_and_exit
+from shardledger.cli.checkpoint_commands import commands as checkpoint_commands
+from shardledger.cli.exits import guarded as _guarded
 from shardledger.cli.plan_command import plan
 from shardledger.cli.settings import Options
 
@@ -190,6 +191,9 @@ def ledger(
     _guarded(body)
 
 
+app.add_typer(checkpoint_commands)
+
+
 @app.command()
 def env() -> None:
     """Print versions and hardware: paste it into a bug report."""
@@ -216,10 +220,3 @@ def run(argv: Sequence[str] | None = None) -> None:
 def _arguments(context: typer.Context) -> list[str]:
     """The command line as it was typed: what the ranks are started with."""
     return list(context.obj)
-
-
-def _guarded(body: Callable[[], None]) -> None:
-    try:
-        body()
-    except (Exception, KeyboardInterrupt) as error:
-        report_and_exit(error)

@@ -77,8 +77,6 @@ class Engine:
         listen_for_the_end()
         self._set_boundary()
 
-    # --- the training step ---------------------------------------------------------------------------------------
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         parts = self._live()
@@ -219,8 +217,6 @@ class Engine:
         if outcome.applied:
             self._clock.report(progress.global_steps, progress.skipped_steps, self.get_lr(), outcome.grad_norm)
 
-    # --- accumulation --------------------------------------------------------------------------------------------
-
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before the optimizer step."""
         if self._progress.forced_boundary is not None:
@@ -259,8 +255,6 @@ class Engine:
     def train_batch_size(self) -> int:
         """Samples per optimizer step over all ranks."""
         return self.plan.step.micro_batch * self.plan.step.accumulation * self.plan.world
-
-    # --- what happened -------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -348,8 +342,6 @@ class Engine:
         """Every rank's ``values`` (equally many), by rank; collective."""
         rows = self._live().transport.exchange(torch.tensor(values, dtype=torch.float64), "exchange of records")
         return [list(map(float, row)) for row in rows.tolist()]
-
-    # --- the module ----------------------------------------------------------------------------------------------
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The keys of ``module.state_dict()`` with whole fp32 CPU tensors on rank 0, ``{}`` elsewhere; collective."""

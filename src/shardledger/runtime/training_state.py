@@ -5,6 +5,7 @@ Fulfils ``checkpoint.port.TrainingState`` without knowing that room.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -225,6 +226,19 @@ class TrainingState:
         """The resolved configuration."""
         config = self._engine.config
         return None if config is None else config.to_dict()
+
+    def model_config(self) -> str | None:
+        """The model's own ``config`` as JSON: of a Hugging Face model, or any with ``config.to_dict()``."""
+        model: nn.Module = self._engine.module
+        config = getattr(model, "config", None)
+        maker = getattr(config, "to_diff_dict", None) or getattr(config, "to_dict", None)
+        try:
+            plain = maker() if callable(maker) else None
+            if hasattr(config, "to_diff_dict"):
+                plain = {**plain, "architectures": plain.get("architectures") or [type(model).__name__]}
+            return json.dumps(plain, indent=2, sort_keys=True) + "\n" if isinstance(plain, dict) else None
+        except (TypeError, ValueError):  # some user's config of another kind, under that name by chance
+            return None
 
 
 def _join(path: str, name: str) -> str:
