@@ -128,18 +128,17 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     try:
         _compare(plan, transport)
         _refuse_what_cannot_fit(bounds, settings, target, model, transport)
-        meter = MemoryMeter(target)
         wanted = _Wanted(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
         names = parameter_names(model)
         groups = groups_of(_group_source(wanted), names, [p.name for p in spec.parameters if p.trainable])
         parts = assemble(Site(model, plan, layout, transport, target))
         pieces = make_pieces(parts.units, whole=needs_whole_parameters(recipe_class(recipe)))
         made = build_optimizer(recipe, groups, pieces)
-        engine = Engine(model, plan, layout, parts, made, Stepper(parts.units, pieces, made, transport, plan), meter)
+        stepper = Stepper(parts.units, pieces, made, transport, plan)
+        engine = Engine(model, plan, layout, parts, made, stepper, MemoryMeter(target))
         engine.lr_scheduler = _scheduler(settings, lr_scheduler, made)
-        parts.saver = Checkpoints(
-            TrainingState(engine, parts, [names for _, names in groups]), transport, _checkpoint_settings(settings)
-        )
+        state = TrainingState(engine, parts, [names for _, names in groups])
+        parts.saver = Checkpoints(state, transport, _checkpoint_settings(settings))
     except BaseException as error:
         part_with(transport, error)
         if parts is not None:
@@ -147,8 +146,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         if created:
             leave()
         raise
-    parts.advise = bounds.advise
-    parts.on_destroy = leave if created else None
+    parts.advise, parts.on_destroy = bounds.advise, leave if created else None
     engine.config = settings
     engine.training_dataloader = _loader(wanted, settings, plan, transport)
     return engine, made, engine.training_dataloader, engine.lr_scheduler

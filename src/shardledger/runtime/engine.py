@@ -207,7 +207,7 @@ class Engine:
                 stacklevel=3,
             )
         if first:
-            agree_on_order(parts)
+            self._agree_on_order(parts)
         now = parts.transport.counters.snapshot()
         progress.traffic_of_step = difference(now, progress.traffic_at_step)
         progress.traffic_at_step = now
@@ -216,6 +216,9 @@ class Engine:
             parts.saver.after_step()
         if outcome.applied:
             self._clock.report(progress.global_steps, progress.skipped_steps, self.get_lr(), outcome.grad_norm)
+
+    def _agree_on_order(self, parts: Parts) -> None:
+        agree_on_order(parts)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before the optimizer step."""
