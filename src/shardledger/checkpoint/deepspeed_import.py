@@ -165,7 +165,8 @@ def _shared(source: DeepSpeedCheckpoint, draft: Path, files: Files, notes: list[
             client[key] = value
     shared = {"client_state": client} if is_json(schedule) else {"client_state": client, "scheduler": schedule}
     files.write(draft / SHARED_NAME, pack(shared, "the client state"))
-    size, digest = files.settle(draft / SHARED_NAME)
+    files.settle(draft / SHARED_NAME)
+    size, digest = files.digest(draft / SHARED_NAME)
     return FileRecord(name=SHARED_NAME, bytes=size, sha256=digest)
 
 
