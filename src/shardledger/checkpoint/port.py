@@ -8,37 +8,11 @@ from typing import Any, Protocol
 import torch
 
 from shardledger.layout.build import Layout
-from shardledger.layout.flat import Interval
-from shardledger.layout.portion import Portion
+from shardledger.layout.portion import Portion, StateSource
 from shardledger.plan.plan import Plan
 
 Held = tuple[Portion, torch.Tensor]
 """Numbers and the tensor they lie in: 1-D, or of any shape for a scalar state. A view of live memory."""
-
-
-class StateSource(Protocol):
-    """Where an engine reads its state from, parameter by parameter."""
-
-    def has(self, name: str) -> bool:
-        """Whether there is a value of this parameter."""
-
-    def read(self, name: str, elements: Interval, out: torch.Tensor) -> None:
-        """Copy these elements of the parameter's value into ``out`` (1-D), cast to its dtype."""
-
-    def trained(self, name: str) -> bool:
-        """Whether optimizer states were kept for the parameter, if only none yet."""
-
-    def states(self, name: str) -> Mapping[str, tuple[str, bool]]:
-        """Optimizer states of the parameter: by name, the dtype and whether it is a scalar."""
-
-    def read_state(self, name: str, state: str, elements: Interval, out: torch.Tensor) -> None:
-        """Copy these elements of a state into ``out`` (1-D), cast to its dtype."""
-
-    def scalar(self, name: str, state: str) -> torch.Tensor:
-        """A state that is not one number per element, on the CPU."""
-
-    def numbers(self, name: str) -> Mapping[str, Any]:
-        """States that are plain numbers."""
 
 
 class TrainingState(Protocol):

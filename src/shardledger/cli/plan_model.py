@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardledger.cli.plan_options import Hardware, PlanOptions, framework_of
+from shardledger.cli.plan_options import Hardware, PlanOptions, framework_of, situation_of
 from shardledger.cli.plan_output import aligned, as_json, finish, print_json, sentences
 from shardledger.cli.plan_plot import check_plot, print_bars, write_plot
 from shardledger.cli.plan_question import ADAPTERS, DEFAULT_SEQ_LEN, Planned, Planner, Question
@@ -32,7 +32,7 @@ def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner) -> No
         check_plot(options.plot)
     question = question_of(options)
     planned = planner(question)
-    situation = situation_of(question, planned, options, hardware)
+    situation = model_situation(question, planned, options, hardware)
     adapters = None
     if situation.little_data and question.trainable == "all":
         adapters = planner(replace(question, trainable=ADAPTERS))
@@ -91,22 +91,19 @@ def question_of(options: PlanOptions) -> Question:
     )
 
 
-def situation_of(question: Question, planned: Planned, options: PlanOptions, hardware: Hardware) -> Situation:
+def model_situation(question: Question, planned: Planned, options: PlanOptions, hardware: Hardware) -> Situation:
     """What the plan must fit into. Raises ConfigError without device memory."""
     memory = hardware.memory_budget or hardware.device_memory
     if memory is None:
         raise ConfigError("--model needs --device-memory, as in --device-memory 80GiB, or --memory-budget")
-    return Situation(
-        device_memory=memory,
-        host_memory=hardware.host_memory,
-        ranks_per_machine=hardware.ranks_per_machine,
+    return situation_of(
+        options,
+        hardware,
+        memory,
         world=question.world,
         parameters=planned.parameters,
         trained=planned.trained,
-        bandwidth=hardware.bandwidth,
-        flops=hardware.flops,
         tokens=question.micro_batch * question.seq_len * question.accumulation,
-        task_samples=options.task_samples,
         accumulation=question.accumulation,
     )
 

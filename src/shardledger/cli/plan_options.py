@@ -6,11 +6,12 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardledger.config.quantities import bandwidth, byte_size, element_count, flop_rate
 from shardledger.errors import ConfigError
 from shardledger.ledger.account import OPTIMIZER_BYTES, PRECISION_BYTES
+from shardledger.ledger.fit import Situation
 
 T = TypeVar("T")
 DEFAULT_RANKS_PER_MACHINE = 8
@@ -69,6 +70,19 @@ def hardware_of(options: PlanOptions) -> Hardware:
         ranks_per_machine=options.per_machine or min(options.world, DEFAULT_RANKS_PER_MACHINE),
         bandwidth=read("--bandwidth", options.bandwidth, bandwidth),
         flops=read("--flops", options.flops, flop_rate),
+    )
+
+
+def situation_of(options: PlanOptions, hardware: Hardware, device_memory: int, **facts: Any) -> Situation:
+    """What a plan must fit into: the machines, and the ``facts`` of the model (fields of ``Situation``)."""
+    return Situation(
+        device_memory=device_memory,
+        host_memory=hardware.host_memory,
+        ranks_per_machine=hardware.ranks_per_machine,
+        bandwidth=hardware.bandwidth,
+        flops=hardware.flops,
+        task_samples=options.task_samples,
+        **facts,
     )
 
 

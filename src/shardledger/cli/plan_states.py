@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardledger.cli.plan_options import Hardware, PlanOptions, framework_of, one_of, parameter_count
+from shardledger.cli.plan_options import Hardware, PlanOptions, framework_of, one_of, parameter_count, situation_of
 from shardledger.cli.plan_output import aligned, answer_json, finish, print_json, row_json, sentences
 from shardledger.cli.plan_write import fresh_base, write_config
 from shardledger.ledger.account import (
@@ -37,9 +37,18 @@ def plan_states(options: PlanOptions, hardware: Hardware) -> None:
     states = states_of(options)
     accounts = state_accounts(states)
     rows = _rows(states, options)
-    situation = situation_of(states, options, hardware)
-    answer = None
-    if situation is not None:
+    situation = answer = None
+    if hardware.device_memory is not None:
+        situation = situation_of(
+            options,
+            hardware,
+            hardware.device_memory,
+            world=states.world,
+            parameters=states.parameters,
+            trained=states.trained,
+            accumulation=states.accumulation,
+            states_only=True,
+        )
         adapters = replace(states, frozen=max(states.frozen, LORA_FROZEN))
         answer = recommend(rows, situation, adapter_rows=_rows(adapters, options) if situation.little_data else ())
     if options.json:
@@ -63,25 +72,6 @@ def states_of(options: PlanOptions) -> States:
         master=not options.no_master,
         frozen=options.frozen,
         accumulation=options.accumulation or 1,
-    )
-
-
-def situation_of(states: States, options: PlanOptions, hardware: Hardware) -> Situation | None:
-    """What the states must fit into; None when no device memory was given."""
-    if hardware.device_memory is None:
-        return None
-    return Situation(
-        device_memory=hardware.device_memory,
-        host_memory=hardware.host_memory,
-        ranks_per_machine=hardware.ranks_per_machine,
-        world=states.world,
-        parameters=states.parameters,
-        trained=states.trained,
-        bandwidth=hardware.bandwidth,
-        flops=hardware.flops,
-        task_samples=options.task_samples,
-        accumulation=states.accumulation,
-        states_only=True,
     )
 
 

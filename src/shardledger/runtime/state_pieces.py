@@ -7,13 +7,13 @@ is spread evenly over ranks at every stage, and a load reads each element once a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from shardledger.errors import EngineStateError
 from shardledger.layout.flat import Interval, Slot
-from shardledger.layout.portion import Portion
+from shardledger.layout.portion import Portion, StateSource
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.optimizer import Piece
 from shardledger.runtime.parameters import FlatParameters
@@ -21,31 +21,6 @@ from shardledger.runtime.unit import Unit
 from shardledger.transport import Transport
 
 MASTER, WEIGHT = "master", "weight"
-
-
-class StateSource(Protocol):
-    """Where state comes from; see ``checkpoint.port``."""
-
-    def has(self, name: str) -> bool:
-        """Whether there is a value of this parameter."""
-
-    def read(self, name: str, elements: Interval, out: torch.Tensor) -> None:
-        """Copy elements of the parameter's value into ``out``."""
-
-    def trained(self, name: str) -> bool:
-        """Whether optimizer states were kept for it, if only none yet."""
-
-    def states(self, name: str) -> Mapping[str, tuple[str, bool]]:
-        """Its optimizer states: dtype, and whether it is a scalar."""
-
-    def read_state(self, name: str, state: str, elements: Interval, out: torch.Tensor) -> None:
-        """Copy elements of a state into ``out``."""
-
-    def scalar(self, name: str, state: str) -> torch.Tensor:
-        """A state that is not one number per element."""
-
-    def numbers(self, name: str) -> Mapping[str, Any]:
-        """States that are plain numbers."""
 
 
 def held_values(unit: Unit) -> Iterator[tuple[Portion, torch.Tensor]]:

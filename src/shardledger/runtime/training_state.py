@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from shardledger.errors import EngineStateError
-from shardledger.layout.portion import Portion
+from shardledger.layout.portion import Portion, StateSource
 from shardledger.runtime.assemble import Parts
 from shardledger.runtime.describe import owners
 from shardledger.runtime.state_pieces import (
-    StateSource,
     held_numbers,
     held_states,
     held_values,
