@@ -235,3 +235,12 @@ def test_help_imports_neither_torch_nor_rich(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
     )
     assert result.stdout.splitlines()[-1] == "[]", result.stdout + result.stderr
+
+
+def test_the_environment_is_the_same_after_a_launch():
+    """What stays behind makes the next command of this process, or another launcher below it, take itself for a rank."""
+    from shardledger.cli.launch import launch
+
+    before = dict(os.environ)
+    launch(["env"], 1, {"SHARDLEDGER_TOLD": "something"})
+    assert dict(os.environ) == before

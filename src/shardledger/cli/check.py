@@ -72,9 +72,9 @@ def start_check(settings: RunSettings, tolerance: float | None, arguments: Seque
         from shardledger.cli.launch import launch
 
         with tempfile.TemporaryDirectory(prefix="shardledger-") as folder:
-            os.environ[RESULT] = str(Path(folder) / "result")
-            launch(arguments, settings.world)
-            equal = Path(os.environ[RESULT]).read_text(encoding="utf-8") == EQUAL
+            result = Path(folder) / "result"
+            launch(arguments, settings.world, {RESULT: str(result)})
+            equal = result.read_text(encoding="utf-8") == EQUAL
     else:
         if rank is not None:
             from shardledger.cli.guard import guard_rank

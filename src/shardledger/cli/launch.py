@@ -20,8 +20,10 @@ MONITOR_INTERVAL_S = 0.1
 SHOW_CURSOR = "\x1b[?25h"
 
 
-def launch(arguments: Sequence[str], nproc: int) -> None:
+def launch(arguments: Sequence[str], nproc: int, told: Mapping[str, str] | None = None) -> None:
     """Run ``python -m shardledger ARGUMENTS`` in ``nproc`` ranks on this machine and wait for all of them.
+
+    ``told`` are environment variables for the ranks; this process's own are the same afterwards.
 
     Raises:
         RunFailure: a rank failed or the run was interrupted; no rank is left running.
@@ -30,9 +32,10 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for key, value in rank_environment(os.environ, nproc).items():
-        os.environ[key] = value
-    with tempfile.TemporaryDirectory(prefix="shardledger-", ignore_cleanup_errors=True) as errors_folder:
+    with (
+        _environment({**rank_environment(os.environ, nproc), **(told or {})}),
+        tempfile.TemporaryDirectory(prefix="shardledger-", ignore_cleanup_errors=True) as errors_folder,
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -62,6 +65,18 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
             logging.disable(logging.NOTSET)
             if sys.stdout.isatty():
                 print(SHOW_CURSOR, end="", flush=True)  # a rank that was killed while it drew a bar has hidden it
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """What torch's launcher hands on to the ranks. What stayed behind would pass for a launcher's word later on."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def handled_signals(config: type) -> dict[str, str]:

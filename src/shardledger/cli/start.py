@@ -37,8 +37,7 @@ def start(settings: RunSettings, arguments: Sequence[str]) -> None:
     if rank is None and settings.world > 1:
         from shardledger.cli.launch import launch
 
-        os.environ[RUN_FOLDER] = str(folder.path)
-        launch(arguments, settings.world)
+        launch(arguments, settings.world, {RUN_FOLDER: str(folder.path)})
         return
     if rank is not None:
         from shardledger.cli.guard import guard_rank
