@@ -58,9 +58,9 @@ def without_headers() -> Iterator[None]:
         Guard.announce, Guard.check = announce, check  # type: ignore[method-assign]
 
 
-def step(engine: sl.Engine) -> float:
-    """Seconds of one training step."""
-    tokens = torch.randint(0, 256, (SEQUENCES, TOKENS + 1))
+def step(engine: sl.Engine, source: torch.Generator) -> float:
+    """Seconds of one training step on tokens of this rank."""
+    tokens = torch.randint(0, 256, (SEQUENCES, TOKENS + 1), generator=source)
     start = time.perf_counter()
     engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
     engine.step()
@@ -77,12 +77,13 @@ def main() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", "1"))))
     torch.distributed.init_process_group("gloo")
     engines = {name: engine_of(arguments.model, arguments.stage, own) for name, own in VARIANTS.items()}
+    source = torch.Generator().manual_seed(torch.distributed.get_rank())
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for turn in range(arguments.rounds + 2):
         for name, engine in engines.items():
             torch.distributed.barrier()
             with without_headers() if name == "no headers" else nullcontext():
-                took = step(engine)
+                took = step(engine, source)
             if turn >= 2:  # the first rounds warm up
                 seconds[name].append(took)
     if torch.distributed.get_rank() == 0:
