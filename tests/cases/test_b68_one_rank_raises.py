@@ -68,7 +68,8 @@ def test_a_rank_that_lags_is_named_after_the_configured_timeout():
         assert "step 2, " in ranks[rank].output
 
 
-def test_a_collective_that_one_rank_leaves_out_is_named():
+def test_a_collective_that_one_rank_leaves_out_inside_a_reduction_is_named_after_the_timeout_at_the_latest():
+    """Each rank waits for the other: for the rest of a reduction, and for a collective that it does not run."""
     step = "engine.backward(engine(*part)); step == 1 and rank == 0 and engine.state_dict(); engine.step()"
     ranks = run_ranks_raw(SCRIPT.format(stage=1, how="pass", timeout=5, step=step), 2, timeout=60)
     for rank, one in enumerate(ranks):
