@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from shardledger.errors import ConfigError
 from shardledger.ledger import OptimizerBytes
-from shardledger.runtime.optimizer import Piece, Recipe, build_optimizer, needs_whole_parameters
+from shardledger.runtime.optimizer import Groups, Piece, Recipe, build_optimizer, needs_whole_parameters
 from shardledger.runtime.unit import Unit
 
 
@@ -63,6 +64,36 @@ def probe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
     return OptimizerBytes(per_element, held[0] - 64 * per_element, needs_whole_parameters(type(optimizer)))
 
 
+def probe_states(recipe: Recipe, groups: Groups) -> dict[str, torch.dtype]:
+    """States that the optimizer keeps for every element of an fp32 parameter, by name.
+
+    Raises:
+        ConfigError: its step counts in the param groups, so that it cannot be run on one part of them after another.
+    """
+    found: dict[str, torch.dtype] = {}
+    for options, _ in groups:
+        values = torch.zeros(8, 8, requires_grad=True)
+        if isinstance(recipe, torch.optim.Optimizer):
+            accepted = inspect.signature(type(recipe).__init__).parameters
+            made = type(recipe)([values], **{k: v for k, v in options.items() if k in accepted and k != "params"})
+        else:
+            piece = Piece("probe", None, 0, values)  # type: ignore[arg-type]  # building needs the values alone
+            made = build_optimizer(recipe, [(options, ["probe"])], [piece])
+        before = {k: v for k, v in made.param_groups[0].items() if k != "params"}
+        values.grad = torch.ones(8, 8)
+        made.step()
+        changed = [k for k, v in before.items() if made.param_groups[0][k] is not v]
+        if changed:
+            raise ConfigError(
+                f"zero_optimization.offload_optimizer: a step of {type(made).__name__} changes {changed[0]!r} of its param "
+                f"group, and offload steps the parameters of a group one part after the other. Keep such counts in the "
+                f"state of parameters, as torch.optim does, or train without offload."
+            )
+        states = made.state.get(values, {})
+        found |= {k: v.dtype for k, v in states.items() if isinstance(v, torch.Tensor) and v.shape == values.shape}
+    return found
+
+
 def probe_recipe(recipe: Recipe) -> OptimizerBytes:
     """The same before the optimizer exists: nothing of the user's is touched."""
     if isinstance(recipe, torch.optim.Optimizer):
@@ -76,6 +107,8 @@ def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
+        if storage.nbytes() < tensor.numel() * tensor.element_size():
+            continue  # the stand-in of a state that rests on disk
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             total += storage.nbytes()

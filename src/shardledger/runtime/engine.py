@@ -349,7 +349,7 @@ class Engine:
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The keys of ``module.state_dict()`` with whole fp32 CPU tensors on rank 0, ``{}`` elsewhere; collective."""
         parts = self._live()
-        return full_state_dict(self.module, parts.units, parts.transport, all_ranks=all_ranks)
+        return full_state_dict(self.module, parts, all_ranks=all_ranks)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole weights and buffers into masters and weights, at every stage; collective, rank 0's dict counts.
@@ -358,7 +358,7 @@ class Engine:
             EngineStateError: on all ranks, naming missing, unexpected and misshapen keys.
         """
         parts = self._live()
-        load_full_state_dict(self.module, parts.units, parts.transport, state_dict, strict=strict)
+        load_full_state_dict(self.module, parts, state_dict, strict=strict)
         parts.saved.updates += 1
         parts.watch.note_update()
 
