@@ -32,7 +32,10 @@ from shardledger.runtime.gathered import refuse_owned
 from shardledger.runtime.last_words import part_with
 from shardledger.runtime.offload import Offload
 from shardledger.runtime.optimizer import (
+    Groups,
     OptimizerRecipe,
+    Piece,
+    Recipe,
     build_optimizer,
     check_recipe,
     groups_of,
@@ -132,14 +135,10 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         wanted = _Wanted(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
         names = parameter_names(model)
         groups = groups_of(_group_source(wanted), names, [p.name for p in spec.parameters if p.trainable])
-        offload = _offload(plan, layout, probe_states(recipe, groups), transport, target)
-        parts = assemble(Site(model, plan, layout, transport, target, offload))
-        whole = needs_whole_parameters(recipe_class(recipe))
-        pieces = make_pieces(parts.units, whole=whole, tile_numel=plan.offload.tile_numel)
-        made = build_optimizer(recipe, groups, pieces)
-        if offload is not None:
-            offload.take_pieces(pieces)
-        stepper = Stepper(parts.units, pieces, made, transport, plan, offload)
+        site = Site(model, plan, layout, transport, target, _offload(plan, layout, (recipe, groups), transport, target))
+        parts = assemble(site)
+        made, pieces = _build_optimizer(parts, recipe, groups)
+        stepper = Stepper(parts.units, pieces, made, transport, plan, site.offload)
         engine = Engine(model, plan, layout, parts, made, stepper, MemoryMeter(target))
         engine.lr_scheduler = _scheduler(settings, lr_scheduler, made)
         state = TrainingState(engine, parts, [names for _, names in groups])
@@ -273,7 +272,7 @@ def _refuse_what_cannot_fit(
 
 
 def _offload(
-    plan: Plan, layout: Layout, states: Mapping[str, torch.dtype], transport: Transport, device: torch.device
+    plan: Plan, layout: Layout, optimizer: tuple[Recipe, Groups], transport: Transport, device: torch.device
 ) -> Offload | None:
     """What keeps states away from the device; rank 0 says what that is worth."""
     if not plan.offload.active:
@@ -286,7 +285,17 @@ def _offload(
             f'"device": "nvme" would lower the memory in use.',
             flush=True,
         )
-    return Offload(plan, layout, states, transport, device, one_memory=one_memory)
+    return Offload(plan, layout, probe_states(*optimizer), transport, device, one_memory=one_memory)
+
+
+def _build_optimizer(parts: Parts, recipe: Recipe, groups: Groups) -> tuple[torch.optim.Optimizer, list[Piece]]:
+    """The optimizer and what it holds; where states rest elsewhere, tiles learn which of it is theirs."""
+    whole = needs_whole_parameters(recipe_class(recipe))
+    pieces = make_pieces(parts.units, whole=whole, tile_numel=parts.plan.offload.tile_numel)
+    made = build_optimizer(recipe, groups, pieces)
+    if parts.offload is not None:
+        parts.offload.take_over(pieces, made)
+    return made, pieces
 
 
 def _is_host_memory(device: torch.device) -> bool:

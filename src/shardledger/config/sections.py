@@ -84,7 +84,7 @@ class DataTypesSection(Section):
     )
 
 
-_ON_DISK = {"when_device": "nvme"}
+_ON_DISK: dict[str, Any] = {"when_device": "nvme"}
 
 
 class OffloadOptimizerSection(Section):

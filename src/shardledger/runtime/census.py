@@ -10,6 +10,7 @@ import torch
 from shardledger.errors import ConfigError
 from shardledger.ledger import OptimizerBytes
 from shardledger.runtime.optimizer import Groups, Piece, Recipe, build_optimizer, needs_whole_parameters
+from shardledger.runtime.released import is_away
 from shardledger.runtime.unit import Unit
 
 
@@ -106,9 +107,9 @@ def probe_recipe(recipe: Recipe) -> OptimizerBytes:
 def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
+        if is_away(tensor):
+            continue
         storage = tensor.untyped_storage()
-        if storage.nbytes() < tensor.numel() * tensor.element_size():
-            continue  # the stand-in of a state that rests on disk
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             total += storage.nbytes()

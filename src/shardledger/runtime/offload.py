@@ -94,12 +94,15 @@ class Offload:
         self.tiles[id(flat)] = tiles
         self._put_away(flat, None, keep=True)
 
-    def take_pieces(self, pieces: Iterable[Piece]) -> None:
-        """Give each tile the pieces that the optimizer holds of it."""
+    def take_over(self, pieces: Iterable[Piece], optimizer: torch.optim.Optimizer) -> None:
+        """Give each tile the pieces that the optimizer holds of it, and bring states that it has already to their home."""
         by_place = {(id(piece.flat), piece.start): piece for piece in pieces}
         for tiles in self.tiles.values():
             for tile in tiles:
                 tile.pieces = [by_place[id(tile.flat), p.start] for p in tile.tile.pieces]
+            if any(piece.values in optimizer.state for tile in tiles for piece in tile.pieces):
+                with self.opened([tiles[0].flat], optimizer, write=True):
+                    continue
 
     def _claim(self, transport: Transport) -> TileFiles:
         """Reserve the files; collective."""

@@ -42,7 +42,8 @@ class Shards:
             else:
                 target.copy_(flat.shard)
             return
-        buffer, transfers = self._reading.pop(id(flat), None) or self._start(id(flat))
+        key = id(flat)
+        buffer, transfers = self._reading.pop(key) if key in self._reading else self._start(key)
         for transfer in transfers:
             transfer.wait()
         start = 0

@@ -13,7 +13,7 @@ import torch
 from shardledger.layout.tiles import MASTER, SHARD, Component, DiskTile, Tile
 from shardledger.runtime.optimizer import Piece
 from shardledger.runtime.parameters import FlatParameters
-from shardledger.runtime.released import placeholder
+from shardledger.runtime.released import away, is_away
 from shardledger.transport.disk import AlignedBuffer, DiskFile, Transfer
 
 
@@ -104,8 +104,10 @@ class LiveTile:
                 part = self._part(piece, values)
                 if component.name == MASTER:
                     piece.values.data = part
-                elif component.name in optimizer.state.get(piece.values, {}):
-                    optimizer.state[piece.values][component.name] = part
+                    continue
+                states = optimizer.state.get(piece.values, {})
+                if is_away(states.get(component.name)):
+                    states[component.name] = part
 
     def detach(self, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> None:
         """Take the optimizer's tensors away from the buffer; ``keep``: what it has made anew comes to the buffer."""
@@ -125,10 +127,10 @@ class LiveTile:
                     self.written = True
                     if keep and state.data_ptr() != part.data_ptr():
                         part.copy_(state)
-                    states[component.name] = placeholder(part.shape, part.dtype, part.device)
+                    states[component.name] = away(part)
         if self._component(MASTER) is not None:
             for piece in self.pieces:
-                piece.values.data = placeholder(piece.values.shape, piece.values.dtype, piece.values.device)
+                piece.values.data = away(piece.values)
 
     def masters(self) -> torch.Tensor:
         """The tile's masters, 1-D, wherever they are at hand."""
