@@ -60,6 +60,10 @@ def _check_offload(config: Config, findings: Findings) -> None:
             findings.problem(
                 f"{path}.device is nvme, and nvme_path is missing: name an existing folder on a fast local disk"
             )
+    if "sub_group_size" in zero.model_fields_set and homes["offload_optimizer"] == "none":
+        findings.no_effect.append(
+            "zero_optimization.sub_group_size: it is read with offload_optimizer; on the device the optimizer steps at once"
+        )
     if homes["offload_param"] != "none" and zero.stage < 3 and "zero_optimization.stage" not in findings.auto:
         findings.problem(
             f"{findings.written('zero_optimization.offload_param')} needs stage 3, and the stage is {zero.stage}: there every "

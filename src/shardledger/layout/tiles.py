@@ -6,11 +6,13 @@ kernels round differently at the tail of a tensor, and a cut must not change a b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardledger.layout.build import Layout
 from shardledger.layout.flat import FlatLayout, Interval
 from shardledger.layout.homes import FlatHomes
+from shardledger.plan.plan import Offload
 from shardledger.plan.roles import Home
 
 CUT = 1024
@@ -20,6 +22,12 @@ SECTOR = 4096
 """Bytes: what direct reads and writes must be multiples of, in memory and in the file."""
 
 MASTER, SHARD = "master", "shard"
+
+TILES_AT_ONCE = 3
+"""Tiles in host memory at once: one is stepped, one is read ahead, one is written behind. More would gain nothing."""
+
+SHARDS_AT_ONCE = 2
+"""Flats whose shards are in host memory at once: one is copied to the device, the next is read."""
 
 
 @dataclass(frozen=True)
@@ -106,37 +114,6 @@ def _pieces(flat: FlatLayout, rank: int, limit: int) -> Iterator[TilePiece]:
                 yield TilePiece(piece.name, first, min(limit, stop - first))
 
 
-@dataclass
-class DiskLayout:
-    """Hands out places in the two files of a rank, tile after tile."""
-
-    optimizer_bytes: int = 0
-    params_bytes: int = 0
-
-    def add(self, tile: Tile, homes: FlatHomes, sizes: FlatSizes) -> DiskTile | None:
-        """A tile's place; None when nothing of it rests on disk."""
-        wanted: list[tuple[str, int, bool]] = []
-        if homes.master is Home.DISK:
-            wanted.append((MASTER, sizes.master, False))
-        if homes.moved and homes.states is Home.DISK:
-            wanted += [(name, itemsize, False) for name, itemsize in sizes.states.items()]
-        if homes.shard is Home.DISK:
-            alias = homes.moved and homes.shard_is_master
-            wanted.append((MASTER, sizes.master, True) if alias else (SHARD, sizes.weight, True))
-        components = []
-        start = 0
-        for name, itemsize, in_params in wanted:
-            nbytes = -(-tile.interval.numel * itemsize // SECTOR) * SECTOR
-            offset = self.params_bytes if in_params else self.optimizer_bytes
-            components.append(Component(name, itemsize, nbytes, in_params, start, offset))
-            start += nbytes
-            if in_params:
-                self.params_bytes += nbytes
-            else:
-                self.optimizer_bytes += nbytes
-        return DiskTile(tuple(components)) if components else None
-
-
 @dataclass(frozen=True)
 class FlatSizes:
     """Bytes per element of what a flat has."""
@@ -145,3 +122,73 @@ class FlatSizes:
     master: int
     states: Mapping[str, int]
     """Of each state that has a value for every element."""
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """All tiles of one rank, with their places in its two files."""
+
+    tiles: tuple[tuple[tuple[Tile, DiskTile | None], ...], ...]
+    """Of each flat of the layout, in its order; none where nothing leaves the device."""
+    optimizer_file_bytes: int
+    params_file_bytes: int
+    tile_buffers: int
+    """Buffers for tiles in host memory."""
+    tile_buffer_bytes: int
+    """Bytes of one of them: the largest tile."""
+    shard_buffers: int
+    """Buffers for shards of parameters on their way from the disk."""
+    shard_buffer_bytes: int
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory of all buffers."""
+        return self.tile_buffers * self.tile_buffer_bytes + self.shard_buffers * self.shard_buffer_bytes
+
+
+def plan_tiles(
+    layout: Layout, homes: Sequence[FlatHomes], sizes: Sequence[FlatSizes], rank: int, offload: Offload
+) -> TilePlan:
+    """Cut everything that leaves the device, and give what rests on disk its place. ``homes``, ``sizes``: of each flat."""
+    ends = {True: 0, False: 0}
+    found = []
+    for flat, home, size in zip(layout.flats, homes, sizes, strict=True):
+        tiles = []
+        for tile in tiles_of(flat, rank, offload.tile_numel) if home.moved or home.shard is not Home.DEVICE else ():
+            components = []
+            start = 0
+            for name, itemsize, in_params in _on_disk(home, size):
+                nbytes = -(-tile.interval.numel * itemsize // SECTOR) * SECTOR
+                components.append(Component(name, itemsize, nbytes, in_params, start, ends[in_params]))
+                start += nbytes
+                ends[in_params] += nbytes
+            tiles.append((tile, DiskTile(tuple(components)) if components else None))
+        found.append(tuple(tiles))
+    stepped = [place.nbytes for tiles in found for tile, place in tiles if place is not None and tile.pieces]
+    shards = [
+        total
+        for tiles in found
+        if (total := sum(c.nbytes for _, place in tiles if place is not None for c in place.of_file(params=True)))
+    ]
+    return TilePlan(
+        tiles=tuple(found),
+        optimizer_file_bytes=ends[False],
+        params_file_bytes=ends[True],
+        tile_buffers=min(len(stepped), offload.buffers, TILES_AT_ONCE),
+        tile_buffer_bytes=max(stepped, default=0),
+        shard_buffers=min(len(shards), offload.param_buffers, SHARDS_AT_ONCE),
+        shard_buffer_bytes=max(shards, default=0),
+    )
+
+
+def _on_disk(homes: FlatHomes, sizes: FlatSizes) -> list[tuple[str, int, bool]]:
+    """Name, bytes per element and file of each component that a flat's tiles have on disk."""
+    wanted: list[tuple[str, int, bool]] = []
+    if homes.master is Home.DISK:
+        wanted.append((MASTER, sizes.master, False))
+    if homes.moved and homes.states is Home.DISK:
+        wanted += [(name, itemsize, False) for name, itemsize in sizes.states.items()]
+    if homes.shard is Home.DISK:
+        alone = homes.moved and homes.shard_is_master
+        wanted.append((MASTER, sizes.master, True) if alone else (SHARD, sizes.weight, True))
+    return wanted

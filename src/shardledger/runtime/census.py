@@ -15,21 +15,27 @@ from shardledger.runtime.unit import Unit
 
 
 def state_census(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of live storages by category, each storage counted once."""
+    """Bytes of live storages in the memory that this rank computes in by category, each storage counted once."""
+    device = units[0].flats[0].device.type if units and units[0].flats else "cpu"
     seen: set[int] = set()
-    full = _count((f.full for u in units for f in u.flats if not f.layout.param_sharded), seen)
+
+    def count(tensors: Iterable[torch.Tensor]) -> int:
+        return _count((t for t in tensors if t.device.type == device), seen)
+
+    full = count(f.full for u in units for f in u.flats if not f.layout.param_sharded)
     same, wide = [], []
     for unit in units:
         for flat in unit.flats:
             for tensor in (flat.shard, flat.master):
                 if tensor is not None:
-                    (same if tensor.dtype == flat.dtype else wide).append(tensor)
+                    apart = tensor.dtype != flat.dtype or tensor is flat.master and flat.homes.master is not None
+                    (wide if apart else same).append(tensor)
     return {
-        "params": full + _count(same, seen),
-        "grads": _count((t for u in units for g in u.gradients for t in (g.local, g.reduced) if t is not None), seen),
-        "master": _count(wide, seen),
-        "optimizer": _count(
-            (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)), seen
+        "params": full + count(same),
+        "grads": count(t for u in units for g in u.gradients for t in (g.local, g.reduced) if t is not None),
+        "master": count(wide),
+        "optimizer": count(
+            t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)
         ),
     }
 
@@ -54,15 +60,18 @@ def probe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
     """What the optimizer's class keeps per element and per piece, measured on two small parameters."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    held = []
+    held, sizes = [], ()
     for columns in (8, 16):
         parameter = torch.zeros(8, columns, requires_grad=True)  # 2-D: some classes take nothing else
         parameter.grad = torch.ones(8, columns)
         probe = type(optimizer)([parameter], **options)
         probe.step()
         held.append(_count((t for s in probe.state.values() for t in s.values() if isinstance(t, torch.Tensor)), set()))
+        states = probe.state[parameter].values()
+        sizes = tuple(t.itemsize for t in states if isinstance(t, torch.Tensor) and t.shape == parameter.shape)
     per_element = (held[1] - held[0]) // 64
-    return OptimizerBytes(per_element, held[0] - 64 * per_element, needs_whole_parameters(type(optimizer)))
+    whole = needs_whole_parameters(type(optimizer))
+    return OptimizerBytes(per_element, held[0] - 64 * per_element, whole, sizes)
 
 
 def probe_states(recipe: Recipe, groups: Groups) -> dict[str, torch.dtype]:

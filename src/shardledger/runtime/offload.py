@@ -13,8 +13,8 @@ import torch
 
 from shardledger.layout.build import Layout
 from shardledger.layout.flat import FlatLayout
-from shardledger.layout.homes import FlatHomes, flat_homes
-from shardledger.layout.tiles import MASTER, SHARD, DiskLayout, FlatSizes, Tile, tiles_of
+from shardledger.layout.homes import flat_homes
+from shardledger.layout.tiles import MASTER, SHARD, FlatSizes, plan_tiles
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Home
 from shardledger.runtime.describe import dtype_of
@@ -25,9 +25,6 @@ from shardledger.transport import Transport
 from shardledger.transport.disk import AlignedBuffer, DiskFile, TierTraffic
 from shardledger.transport.disk_folder import claim_folder, remove_folder
 from shardledger.transport.link import HostLink
-
-MOST_BUFFERS = 3
-"""Tiles in host memory at once: one is stepped, one is read ahead, one is written behind. More would gain nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +61,13 @@ class Offload:
         self.tiles: dict[int, list[LiveTile]] = {}
         """Tiles of each flat that has some, by the flat's ``id``."""
         self._dtypes = dtypes
-        self._on_disk = DiskLayout()
-        self._places = [
-            [
-                (tile, self._on_disk.add(tile, homes, flat_sizes(flat, dtypes)))
-                for tile in _cut(flat, homes, plan, transport)
-            ]
-            for flat, homes in zip(layout.flats, self.homes, strict=True)
-        ]
+        sizes = [flat_sizes(flat, dtypes) for flat in layout.flats]
+        self.tile_plan = plan_tiles(layout, self.homes, sizes, transport.rank, plan.offload)
         self._folders: list[Path] = []
         weakref.finalize(self, _remove_all, self._folders)  # also when the program ends without destroy
         self.files = self._claim(transport)
         self.link = None if one_memory else HostLink(device, pinned=self.plan.pinned, traffic=self.tiers.host)
-        sizes = [place.nbytes for places in self._places for tile, place in places if place is not None and tile.pieces]
-        self._free = [AlignedBuffer(max(sizes)) for _ in range(min(len(sizes), self.plan.buffers, MOST_BUFFERS))]
-        self.buffer_bytes = sum(buffer.tensor.numel() for buffer in self._free)
-        """Host memory that tiles pass through on their way from and to the disk."""
+        self._free = [AlignedBuffer(self.tile_plan.tile_buffer_bytes) for _ in range(self.tile_plan.tile_buffers)]
         self._writing: deque[LiveTile] = deque()
         self._open: dict[int, int] = {}
         """How often each flat has been opened, by ``id``."""
@@ -88,7 +76,7 @@ class Offload:
 
     def settle_in(self, index: int, flat: FlatParameters) -> None:
         """Bring the initial values of flat number ``index`` to their homes."""
-        tiles = [LiveTile(flat, tile, place, self._dtypes, self.files) for tile, place in self._places[index]]
+        tiles = [LiveTile(flat, tile, place, self._dtypes, self.files) for tile, place in self.tile_plan.tiles[index]]
         if not flat.homes.moved and flat.homes.shard is Home.DEVICE:
             return
         self.tiles[id(flat)] = tiles
@@ -109,8 +97,8 @@ class Offload:
         made: list[DiskFile | None] = []
         try:
             for role, path, nbytes in (
-                ("optimizer", self.plan.optimizer_path, self._on_disk.optimizer_bytes),
-                ("param", self.plan.params_path, self._on_disk.params_bytes),
+                ("optimizer", self.plan.optimizer_path, self.tile_plan.optimizer_file_bytes),
+                ("param", self.plan.params_path, self.tile_plan.params_file_bytes),
             ):
                 if path is None:
                     made.append(None)
@@ -280,13 +268,6 @@ class Offload:
 def _remove_all(folders: Sequence[Path]) -> None:
     for folder in folders:
         remove_folder(folder)
-
-
-def _cut(flat: FlatLayout, homes: FlatHomes, plan: Plan, transport: Transport) -> tuple[Tile, ...]:
-    """Tiles of a flat that has something away from the device."""
-    if not homes.moved and homes.shard is Home.DEVICE:
-        return ()
-    return tiles_of(flat, transport.rank, plan.offload.tile_numel)
 
 
 def flat_sizes(flat: FlatLayout, dtypes: Mapping[str, torch.dtype]) -> FlatSizes:

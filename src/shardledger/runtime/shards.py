@@ -9,9 +9,6 @@ from shardledger.runtime.offload import Offload
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.transport.disk import AlignedBuffer, Transfer
 
-MOST_BUFFERS = 2
-"""Flats whose shards are in host memory at once: one is copied to the device, the next is read."""
-
 
 class Shards:
     """Fills gathered flats, and reads ahead in the order in which units were gathered last time."""
@@ -22,11 +19,8 @@ class Shards:
             key: [(tile, place) for tile in tiles if (place := tile.place_of_shard()) is not None]
             for key, tiles in offload.tiles.items()
         }
-        sizes = [sum(place.nbytes for _, place in places) for places in self._of.values() if places]
-        count = min(len(sizes), offload.plan.param_buffers, MOST_BUFFERS)
-        self._free = [AlignedBuffer(max(sizes)) for _ in range(count)]
-        self.buffer_bytes = sum(buffer.tensor.numel() for buffer in self._free)
-        """Host memory that shards pass through on their way from the disk."""
+        plan = offload.tile_plan
+        self._free = [AlignedBuffer(plan.shard_buffer_bytes) for _ in range(plan.shard_buffers)]
         self._reading: dict[int, tuple[AlignedBuffer, list[Transfer]]] = {}
         """Flats being read, by ``id``."""
         self._followers: dict[tuple[int, int], int] = {}
