@@ -150,8 +150,16 @@ SWITCHED_ON: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"legacy_stage1": True}}, "removed"),
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "nvme_path is missing"),
     ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs stage 3"),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"},
-      "offload_optimizer": {"device": "cpu"}}}, "put both on nvme"),
+    (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "/x"},
+                "offload_optimizer": {"device": "cpu"},
+            }
+        },
+        "put both on nvme",
+    ),
     ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, "not available yet"),
     ({"activation_checkpointing": {"cpu_checkpointing": True}}, "shardledger.activation_checkpointing"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "fp32"),

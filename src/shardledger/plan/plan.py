@@ -177,4 +177,6 @@ class Plan:
             raise TypeError(type(value).__name__)
 
         content = {k: v for k, v in asdict(self).items() if k not in ("reasons", "reporting")}
+        for path in ("optimizer_path", "params_path"):
+            del content["offload"][path]  # each machine may have its disk elsewhere
         return hashlib.sha256(json.dumps(content, default=plain, sort_keys=True).encode()).hexdigest()

@@ -65,6 +65,8 @@ class Parts:
     """What would help when memory runs out; None: nobody knows."""
     offload: Offload | None = None
     """States that rest away from the device; None: there are none."""
+    put_away: Any = None
+    """States that the user has sent away for a while (``put_away.PutAway``)."""
     saver: Any = None
     """Saves and loads the engine; given by the composition root, because this room may not know that one."""
     on_destroy: Callable[[], None] | None = None
@@ -78,6 +80,19 @@ class Parts:
         if write and self.executor.shards is not None:
             self.executor.shards.forget()
         return self.offload.opened(flats, self.stepper.optimizer if self.stepper else None, write=write)
+
+    def usable(self) -> Parts:
+        """Itself.
+
+        Raises:
+            EngineStateError: states are away.
+        """
+        if self.put_away is not None:
+            raise EngineStateError(
+                f"the engine's {', '.join(self.put_away.names)} were sent away by offload_states: call "
+                f"engine.reload_states() before using the engine again."
+            )
+        return self
 
     def enter(self, phase: str) -> None:
         """Note where training stands, for the messages of the transport."""
@@ -195,6 +210,8 @@ def take_apart(parts: Parts) -> None:
             gradients.remove_hooks()
         unit.gradients.clear()
         unit.flats.clear()
+    if parts.put_away is not None:
+        parts.put_away.drop()
     if parts.offload is not None:
         parts.offload.close()
 

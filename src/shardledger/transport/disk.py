@@ -40,6 +40,15 @@ class TierTraffic:
     """Seconds of all threads together in reads and writes."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
+    def to_dict(self) -> dict[str, float]:
+        """The numbers by name."""
+        return {
+            "read_bytes": float(self.read_bytes),
+            "written_bytes": float(self.written_bytes),
+            "wait_s": self.wait_s,
+            "busy_s": self.busy_s,
+        }
+
 
 class AlignedBuffer:
     """Page-aligned host memory: ``tensor`` is 1-D uint8 over it."""
