@@ -66,7 +66,16 @@ class Offload:
         self._folders: list[Path] = []
         weakref.finalize(self, _remove_all, self._folders)  # also when the program ends without destroy
         self.files = self._claim(transport)
-        self.link = None if one_memory else HostLink(device, pinned=self.plan.pinned, traffic=self.tiers.host)
+        moved = sum(s.master + sum(s.states.values()) for s in sizes[:1]) * sum(
+            flat.shard_numel if flat.optim_sharded else flat.padded_numel
+            for flat, home in zip(layout.flats, self.homes, strict=True)
+            if home.moved
+        )
+        self.link = (
+            None
+            if one_memory
+            else HostLink(device, pinned=self.plan.pinned, traffic=self.tiers.host, moves_bytes=moved)
+        )
         self._free = [AlignedBuffer(self.tile_plan.tile_buffer_bytes) for _ in range(self.tile_plan.tile_buffers)]
         self._writing: deque[LiveTile] = deque()
         self._open: dict[int, int] = {}

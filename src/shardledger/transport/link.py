@@ -17,8 +17,9 @@ import torch
 
 from shardledger.transport.disk import TierTraffic
 
-CHUNK_BYTES = 16 << 20
-"""A power of two, so that nothing is lost to rounding."""
+_LARGEST_CHUNK = 16 << 20
+_SMALLEST_CHUNK = 4 << 10
+"""Powers of two, so that nothing is lost to rounding."""
 
 _BUFFERS = 4
 
@@ -45,16 +46,21 @@ class Copy:
 class HostLink:
     """The way between one device and host memory. All methods are for one thread."""
 
-    def __init__(self, device: torch.device, *, pinned: bool, traffic: TierTraffic) -> None:
+    def __init__(self, device: torch.device, *, pinned: bool, traffic: TierTraffic, moves_bytes: int) -> None:
+        """``moves_bytes``: what rests beyond the link; buffers take at most 1/32 of it."""
+        chunk = _SMALLEST_CHUNK
+        while chunk < _LARGEST_CHUNK and 2 * chunk * _BUFFERS * 32 <= moves_bytes:
+            chunk *= 2
         self.traffic = traffic
+        self._chunk_bytes = chunk
         self._cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardledger-link")
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
-        self.staging_bytes = _BUFFERS * CHUNK_BYTES
+        self.staging_bytes = _BUFFERS * chunk
         """Host memory of the buffers that bytes pass through."""
         for _ in range(_BUFFERS):
-            self._free.put(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned and self._cuda))
+            self._free.put(torch.empty(chunk, dtype=torch.uint8, pin_memory=pinned and self._cuda))
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor, *, add: bool) -> Copy:
         """Start copying a 1-D device tensor to, or adding it to, a host tensor of the same size."""
@@ -77,7 +83,7 @@ class HostLink:
     def _fetch(self, source: torch.Tensor, target: torch.Tensor, add: bool, ready: Any) -> None:
         begin = time.perf_counter()
         with torch.no_grad(), self._on_stream(ready):
-            for part in _chunks(source):
+            for part in self._chunks(source):
                 staging, whole = self._staged(source[part])
                 staging.copy_(source[part], non_blocking=True)
                 if self._stream is not None:
@@ -90,7 +96,7 @@ class HostLink:
         begin = time.perf_counter()
         with torch.no_grad(), self._on_stream(ready):
             under_way: list[tuple[Any, torch.Tensor]] = []
-            for part in _chunks(target):
+            for part in self._chunks(target):
                 if len(under_way) == _BUFFERS - 1:
                     self._land(*under_way.pop(0))
                 staging, whole = self._staged(target[part])
@@ -120,8 +126,7 @@ class HostLink:
         with self.traffic.lock:
             self.traffic.busy_s += time.perf_counter() - begin
 
-
-def _chunks(tensor: torch.Tensor) -> Iterator[slice]:
-    step = CHUNK_BYTES // tensor.element_size()
-    for first in range(0, tensor.numel(), step):
-        yield slice(first, min(first + step, tensor.numel()))
+    def _chunks(self, tensor: torch.Tensor) -> Iterator[slice]:
+        step = self._chunk_bytes // tensor.element_size()
+        for first in range(0, tensor.numel(), step):
+            yield slice(first, min(first + step, tensor.numel()))
