@@ -21,7 +21,13 @@ from shardledger.errors import ConfigError, PlanError
 from shardledger.layout.build import Layout, build_layout
 from shardledger.ledger.categories import CATEGORIES
 from shardledger.ledger.fit import Situation
-from shardledger.ledger.offload import OFFLOADS, OFFLOADS_OF_SHARDED_PARAMS, offloaded
+from shardledger.ledger.offload import (
+    OFFLOADS,
+    OFFLOADS_OF_SHARDED_PARAMS,
+    Offloaded,
+    offloaded,
+    with_offload,
+)
 from shardledger.ledger.recommend import Recommendation, recommend
 from shardledger.ledger.row import Row
 from shardledger.plan.build import build_plan
@@ -181,31 +187,35 @@ def rows_of(question: Question, found: Rehearsed) -> list[Row]:
 
 def row_of(question: Question, found: Rehearsed, offload: str) -> Row:
     """The highest moment of a step under one choice of offload."""
-    moved = offloaded(found.plan, found.layout, found.run.optimizer_bytes, question.rank, offload)
-    best: tuple[int, dict[str, int], str, str] | None = None
-    for phase, reading in found.run.peaks.items():
-        held = dict(reading.by_category)
-        for category, nbytes in moved.device.items():
-            held[category] = max(0, held[category] - nbytes)  # at birth not all of it is there yet
-        held["framework"] += question.framework_bytes
-        total = sum(held.values())
-        if best is None or total > best[0]:
-            best = (total, held, phase, reading.unit)
-    assert best is not None
-    total, held, phase, unit = best
+    cpu = question.device == "cpu"
+    plan = with_offload(found.plan, offload)
+    moved = offloaded(plan, found.layout, found.run.optimizer_bytes, question.rank, one_memory=cpu)
+    held, phase, unit = highest(found.run, moved)
+    held["framework"] += question.framework_bytes
     return Row(
         stage=found.plan.stage,
         offload=offload,
         checkpointing=found.config.shardledger.activation_checkpointing,
         micro_batch=found.plan.step.micro_batch,
         **{category: held[category] for category in CATEGORIES},
-        total=total,
+        total=sum(held.values()),
         host_bytes=moved.host,
         disk_bytes=moved.disk,
         peak_phase=phase,
         peak_unit=unit,
         sent_bytes_per_step=found.run.sent_bytes_per_step,
     )
+
+
+def highest(run: DryRun, moved: Offloaded) -> tuple[dict[str, int], str, str]:
+    """Bytes by category at the highest moment of a step once some have ``moved``, and its phase and unit."""
+    found = []
+    for phase, reading in run.peaks.items():
+        held = dict(reading.by_category)
+        for category, nbytes in moved.device.items():
+            held[category] = max(0, held[category] - nbytes)  # at birth not all of it is there yet
+        found.append((held, phase, reading.unit))
+    return max(found, key=lambda one: sum(one[0].values()))
 
 
 def base_config(question: Question) -> Config:

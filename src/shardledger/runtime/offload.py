@@ -14,7 +14,7 @@ import torch
 from shardledger.layout.build import Layout
 from shardledger.layout.flat import FlatLayout
 from shardledger.layout.homes import flat_homes
-from shardledger.layout.tiles import MASTER, SHARD, FlatSizes, plan_tiles
+from shardledger.layout.tiles import LINK_BUFFERS, MASTER, SHARD, FlatSizes, Whereabouts, plan_tiles
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Home
 from shardledger.runtime.describe import dtype_of
@@ -62,20 +62,20 @@ class Offload:
         """Tiles of each flat that has some, by the flat's ``id``."""
         self._dtypes = dtypes
         sizes = [flat_sizes(flat, dtypes) for flat in layout.flats]
-        self.tile_plan = plan_tiles(layout, self.homes, sizes, transport.rank, plan.offload)
+        self.tile_plan = plan_tiles(layout, self.homes, sizes, transport.rank, Whereabouts(plan.offload, one_memory))
         self._folders: list[Path] = []
         weakref.finalize(self, _remove_all, self._folders)  # also when the program ends without destroy
         self.files = self._claim(transport)
-        moved = sum(s.master + sum(s.states.values()) for s in sizes[:1]) * sum(
-            flat.shard_numel if flat.optim_sharded else flat.padded_numel
-            for flat, home in zip(layout.flats, self.homes, strict=True)
-            if home.moved
-        )
-        self.link = (
-            None
-            if one_memory
-            else HostLink(device, pinned=self.plan.pinned, traffic=self.tiers.host, moves_bytes=moved)
-        )
+        self.link: HostLink | None = None
+        """The way between device and host memory; None where those are one."""
+        if not one_memory:
+            self.link = HostLink(
+                device,
+                pinned=self.plan.pinned,
+                traffic=self.tiers.host,
+                chunk_bytes=self.tile_plan.link_buffer_bytes,
+                buffers=LINK_BUFFERS,
+            )
         self._free = [AlignedBuffer(self.tile_plan.tile_buffer_bytes) for _ in range(self.tile_plan.tile_buffers)]
         self._writing: deque[LiveTile] = deque()
         self._open: dict[int, int] = {}

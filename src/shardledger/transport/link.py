@@ -17,12 +17,6 @@ import torch
 
 from shardledger.transport.disk import TierTraffic
 
-_LARGEST_CHUNK = 16 << 20
-_SMALLEST_CHUNK = 4 << 10
-"""Powers of two, so that nothing is lost to rounding."""
-
-_BUFFERS = 4
-
 
 class Copy:
     """A copy under way. ``wait`` finishes it; source and target belong to it until then."""
@@ -46,21 +40,21 @@ class Copy:
 class HostLink:
     """The way between one device and host memory. All methods are for one thread."""
 
-    def __init__(self, device: torch.device, *, pinned: bool, traffic: TierTraffic, moves_bytes: int) -> None:
-        """``moves_bytes``: what rests beyond the link; buffers take at most 1/32 of it."""
-        chunk = _SMALLEST_CHUNK
-        while chunk < _LARGEST_CHUNK and 2 * chunk * _BUFFERS * 32 <= moves_bytes:
-            chunk *= 2
+    def __init__(
+        self, device: torch.device, *, pinned: bool, traffic: TierTraffic, chunk_bytes: int, buffers: int
+    ) -> None:
+        """``chunk_bytes``: of one of ``buffers``; a power of two, so that nothing is lost to rounding."""
         self.traffic = traffic
-        self._chunk_bytes = chunk
+        self.staging_bytes = buffers * chunk_bytes
+        """Host memory of the buffers that bytes pass through."""
+        self._chunk_bytes = chunk_bytes
+        self._buffers = buffers
         self._cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardledger-link")
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
-        self.staging_bytes = _BUFFERS * chunk
-        """Host memory of the buffers that bytes pass through."""
-        for _ in range(_BUFFERS):
-            self._free.put(torch.empty(chunk, dtype=torch.uint8, pin_memory=pinned and self._cuda))
+        for _ in range(buffers):
+            self._free.put(torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=pinned and self._cuda))
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor, *, add: bool) -> Copy:
         """Start copying a 1-D device tensor to, or adding it to, a host tensor of the same size."""
@@ -97,7 +91,7 @@ class HostLink:
         with torch.no_grad(), self._on_stream(ready):
             under_way: list[tuple[Any, torch.Tensor]] = []
             for part in self._chunks(target):
-                if len(under_way) == _BUFFERS - 1:
+                if len(under_way) == self._buffers - 1:
                     self._land(*under_way.pop(0))
                 staging, whole = self._staged(target[part])
                 staging.copy_(source[part])
