@@ -10,9 +10,12 @@ tensors, and with threads that read and write the same bytes of a file past the 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,21 +29,26 @@ from torch import nn
 import shardledger as sl
 from shardledger.runtime.tile_step import TileStep
 from shardledger.transport.disk import AlignedBuffer
+from shardledger.workload import load_model, loss_of
 
 CHUNK = 4 << 20
+TOKENS = 64
 THREADS = 4
 
 
 def main() -> None:
     """Run one part and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("step", "memory"))
+    parser.add_argument("part", choices=("step", "memory", "rank"))
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the disk to measure")
     parser.add_argument("--millions", type=int, default=100, help="parameters of `step`")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--disk", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part == "memory":
         memory(options.folder)
+    elif options.part == "rank":
+        rank(options.folder, options.disk)
     else:
         step(options.folder, options.millions, options.rounds)
 
@@ -147,40 +155,57 @@ def _timed(call: Callable[[], Any]) -> float:
 
 def memory(folder: str) -> None:
     """Train 350 M parameters in fp32 on two ranks, with and without the disk; compare memory, losses and weights."""
-    import subprocess
-    import sys
-
     found = {}
     for home in ("disk", "memory"):
-        zero: dict[str, Any] = {"stage": 2}
-        if home == "disk":
-            zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder}
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            config = Path(place) / "config.json"
-            config.write_text(
-                json.dumps(
-                    {
-                        "train_micro_batch_size_per_gpu": 1,
-                        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-                        "zero_optimization": zero,
-                    }
-                )
-            )
-            out = Path(place) / "run"
-            command = [sys.executable, "-m", "shardledger", "train", "--config", str(config), "--model", "gpt:350m"]
-            command += ["--nproc", "2", "--steps", "3", "--seq-len", "64", "--out", str(out)]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            ledger = json.loads((out / "ledger.json").read_text())["ranks"][0]
-            records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-            steps = [record for record in records if record["event"] == "step"]
-            found[home] = (ledger, [record["loss"] for record in steps])
-            predicted, measured = ledger["predicted"]["total"], ledger["measured"]["total"]
-            print(
-                f"{home}: resident {measured / 2**20:.0f} MiB, predicted {predicted / 2**20:.0f} MiB "
-                f"({measured / predicted - 1:+.1%}); step {steps[-1]['step_s']:.1f} s, of it waiting for the disk "
-                f"{steps[-1]['offload_wait_s']['disk']:.2f} s"
-            )
-    print(f"losses equal to the last bit: {found['disk'][1] == found['memory'][1]} ({found['disk'][1]})")
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]
+        command += [__file__, "rank", "--folder", folder, *(["--disk"] if home == "disk" else [])]
+        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        found[home] = json.loads(next(line for line in told.splitlines() if line.startswith("{")))
+    choice = {"disk": "optimizer:nvme", "memory": "none"}
+    plan = sl.plan("gpt:350m", _config({"stage": 2}), world_size=2, micro_batch=1, seq_len=TOKENS, device="cpu")
+    for home, run in found.items():
+        row = next(r for r in plan.rows if (r.stage, r.offload, r.checkpointing) == (2, choice[home], False))
+        predicted = row.total + run["framework"]
+        print(
+            f"{home:6}: resident {run['total'] / 2**20:.0f} MiB a rank, predicted {predicted / 2**20:.0f} MiB "
+            f"({run['total'] / predicted - 1:+.1%}), on disk {row.disk_bytes / 2**20:.0f} MiB; step "
+            f"{run['step_s']:.1f} s, of it waiting for the disk {run['wait_s']:.2f} s"
+        )
+    same = [found["disk"][key] == found["memory"][key] for key in ("losses", "digest")]
+    print(f"losses and weights equal to the last bit: {all(same)}")
+
+
+def rank(folder: str, disk: bool) -> None:
+    """One of the ranks of ``memory``."""
+    zero: dict[str, Any] = {"stage": 2}
+    if disk:
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder}
+    torch.manual_seed(0)
+    engine = sl.initialize(model=load_model("gpt:350m", TOKENS), config=_config(zero))[0]
+    generator = torch.Generator().manual_seed(engine.rank)
+    losses, spent = [], 0.0
+    waited = 0.0
+    for _ in range(3):
+        tokens = torch.randint(0, 256, (1, TOKENS + 1), generator=generator)
+        begin, before = time.perf_counter(), engine.tier_traffic()["disk"]["wait_s"]
+        loss = loss_of(engine(tokens[:, :-1], tokens[:, 1:]))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        spent, waited = time.perf_counter() - begin, engine.tier_traffic()["disk"]["wait_s"] - before
+    measured = engine.ledger()["measured"]
+    digest = hashlib.sha256()
+    for parameter in engine.module.parameters():
+        digest.update(parameter.detach().view(torch.uint8).numpy())
+    if engine.rank == 0:
+        told = {"total": measured["total"], "framework": measured["framework"], "losses": losses}
+        print(json.dumps({**told, "digest": digest.hexdigest(), "step_s": spent, "wait_s": waited}), flush=True)
+    engine.destroy()
+
+
+def _config(zero: dict[str, Any]) -> dict[str, Any]:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
+    return {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "zero_optimization": zero}
 
 
 if __name__ == "__main__":
