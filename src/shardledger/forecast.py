@@ -205,6 +205,8 @@ def row_of(question: Question, found: Rehearsed, offload: str) -> Row:
         peak_phase=phase,
         peak_unit=unit,
         sent_bytes_per_step=found.run.sent_bytes_per_step,
+        unit_stages=tuple((found.config.shardledger.unit_stages or {}).items()),
+        recomputed_units=found.config.shardledger.recomputed_units or (),
     )
 
 
@@ -217,18 +219,27 @@ def base_config(question: Question) -> Config:
     return load_config(given, world=question.world, world_source="the plan's world size")
 
 
-def variant(base: Config, world: int, stage: int, checkpointing: bool, micro_batch: int) -> Config:
+def variant(
+    base: Config,
+    world: int,
+    stage: int,
+    checkpointing: bool,
+    micro_batch: int,
+    by_unit: Mapping[str, Any] | None = None,
+) -> Config:
     """``base`` at another stage, with or without recomputation, at another micro-batch.
 
-    The accumulation stays as it is, so another micro-batch means another global batch. Raises ConfigError.
+    ``by_unit`` are keys of ``shardledger`` that tell units apart (``unit_stages``, ``recomputed_units``). The accumulation
+    stays as it is, so another micro-batch means another global batch. Raises ConfigError.
     """
     raw = base.to_dict()
     zero = {k: v for k, v in raw.get("zero_optimization", {}).items() if not k.startswith("offload_")}
+    own = {k: v for k, v in raw.get("shardledger", {}).items() if k not in ("unit_stages", "recomputed_units")}
     accumulation = base.gradient_accumulation_steps
     changed = {
         **raw,
         "zero_optimization": {**zero, "stage": stage},
-        "shardledger": {**raw.get("shardledger", {}), "activation_checkpointing": checkpointing},
+        "shardledger": {**own, "activation_checkpointing": checkpointing, **(by_unit or {})},
         **dict(zip(BATCH_KEYS, (micro_batch * accumulation * world, micro_batch, accumulation), strict=True)),
     }
     return load_config(changed, world=world, world_source="the plan's world size")

@@ -37,7 +37,7 @@ def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner) -> No
     if situation.little_data and question.trainable == "all":
         adapters = planner(replace(question, trainable=ADAPTERS))
     if hardware.memory_budget is not None:
-        rows, answer = list(planned.rows), within_budget(planned.rows, hardware.memory_budget)
+        rows, answer = within_budget(planned, hardware.memory_budget)
     else:
         rows, answer = settle(question, planned, adapters, situation, planner)
     if options.json:
@@ -127,14 +127,16 @@ def settle(
         (adapter_rows if answer.adapters else rows).extend(planner(smaller).rows)
 
 
-def within_budget(rows: Sequence[Row], budget: int) -> Recommendation:
-    """What ``"stage": "auto"`` chooses under this budget, as a recommendation."""
+def within_budget(planned: Planned, budget: int) -> tuple[list[Row], Recommendation]:
+    """What ``"stage": "auto"`` chooses under this budget, as a recommendation; its row joins the others."""
+    rows = list(planned.rows)
     try:
-        row = cheapest(rows, budget)
+        row = cheapest(rows, budget) if planned.within is None else planned.within(budget)
     except DoesNotFitError as error:
         missing = min(row.total for row in rows if row.offload == "none") - budget
-        return Recommendation(row=None, reasons=(str(error),), missing_bytes=missing)
-    return Recommendation(row=row, reasons=(choice(row, rows, budget),))
+        return rows, Recommendation(row=None, reasons=(str(error),), missing_bytes=missing)
+    mixed = bool(row.unit_stages or row.recomputed_units)
+    return [*rows, row] if mixed else rows, Recommendation(row=row, reasons=(choice(row, rows, budget),))
 
 
 def heading(question: Question, planned: Planned, situation: Situation) -> str:
@@ -158,8 +160,9 @@ def table(rows: Sequence[Row], situation: Situation) -> str:
     columns += ["peak in"]
     lines = []
     for row in rows:
-        line = [str(row.stage), row.offload, *([str(row.micro_batch)] if several else [])]
-        line += ["yes" if row.checkpointing else "no", *(in_unit(getattr(row, name), size) for name in CATEGORIES)]
+        some = "some" if row.recomputed_units else "yes"
+        line = [stage_of(row), row.offload, *([str(row.micro_batch)] if several else [])]
+        line += [some if row.checkpointing else "no", *(in_unit(getattr(row, name), size) for name in CATEGORIES)]
         line += [in_unit(row.total, size), "yes" if fits(row, situation) else "NO"]
         line += [in_unit(situation.device_memory - row.total, size), in_unit(row.sent_bytes_per_step, size)]
         line += [in_unit(row.host_bytes, size), in_unit(row.disk_bytes, size)]
@@ -178,6 +181,11 @@ def table(rows: Sequence[Row], situation: Situation) -> str:
             "computing covers the bytes sent."
         )
     return text
+
+
+def stage_of(row: Row) -> str:
+    """``3``, or ``3/2`` where some units are at a lower stage."""
+    return "/".join([str(row.stage), *sorted({str(stage) for _, stage in row.unit_stages}, reverse=True)])
 
 
 def _worth_drawing(rows: Sequence[Row], answer: Recommendation, question: Question) -> list[Row]:

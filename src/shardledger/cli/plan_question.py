@@ -46,6 +46,8 @@ class Planned:
     """One step of the first row that was run."""
     notes: Sequence[str] = field(default=())
     """What could not be planned, and why."""
+    within: Callable[[int], Row] | None = None
+    """The cheapest choice for every unit under a memory budget in bytes; raises DoesNotFitError."""
 
 
 Planner = Callable[[Question], Planned]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardledger.cli.plan_question import Planned, Question
+from shardledger.ledger.row import Row
 
 
 def run_planner(question: Question) -> Planned:
@@ -12,31 +13,37 @@ def run_planner(question: Question) -> Planned:
         ConfigError: the model's name or the configuration is wrong.
         PlanError: the model cannot be run without values.
     """
+    from shardledger.budget import pricing, rows_without_offload, units_of
     from shardledger.forecast import Question as DryQuestion
     from shardledger.forecast import forecast
+    from shardledger.ledger.mixed import cheapest_mix
 
     batch = {
         "train_micro_batch_size_per_gpu": question.micro_batch,
         "gradient_accumulation_steps": question.accumulation,
     }
     content = {key: value for key, value in question.config.items() if key != "train_batch_size"}
-    found = forecast(
-        DryQuestion(
-            model=question.model,
-            config={**content, **batch},
-            world=question.world,
-            micro_batches=(question.micro_batch,),
-            seq_len=question.seq_len,
-            device=question.device,
-            framework_bytes=question.framework_bytes,
-            trainable=question.trainable,
-        )
+    asked = DryQuestion(
+        model=question.model,
+        config={**content, **batch},
+        world=question.world,
+        micro_batches=(question.micro_batch,),
+        seq_len=question.seq_len,
+        device=question.device,
+        framework_bytes=question.framework_bytes,
+        trainable=question.trainable,
     )
+    found = forecast(asked)
     first = next(iter(found.runs.values()))
+
+    def within(budget: int) -> Row:
+        return cheapest_mix(rows_without_offload(found), budget, units_of(found), pricing(asked))
+
     return Planned(
         rows=found.rows,
         parameters=found.spec.numel,
         trained=sum(p.numel for p in found.spec.parameters if p.trainable),
         timeline=first.run.timeline,
         notes=found.notes,
+        within=within,
     )

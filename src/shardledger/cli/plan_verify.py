@@ -6,6 +6,7 @@ import sys
 
 from shardledger.cli.plan_options import PlanOptions
 from shardledger.cli.plan_question import Question
+from shardledger.cli.plan_write import by_unit
 from shardledger.errors import ConfigError
 from shardledger.ledger.amounts import gib
 from shardledger.ledger.categories import CATEGORIES
@@ -60,6 +61,7 @@ def print_verification(options: PlanOptions, question: Question, row: Row, *, qu
             micro_batch=row.micro_batch,
             seq_len=question.seq_len,
             trainable=question.trainable,
+            by_unit=by_unit(row),
         )
     )
     out = sys.stderr if quiet else sys.stdout

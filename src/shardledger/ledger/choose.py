@@ -24,7 +24,7 @@ def cheapest(rows: Iterable[Row], budget: int) -> Row:
     runnable = [row for row in rows if row.offload == "none"]
     fitting = [row for row in runnable if row.total <= budget]
     if fitting:
-        return min(fitting, key=_cost)
+        return min(fitting, key=cost)
     leanest = min(runnable, key=lambda row: row.total)
     found = remedies(leanest, runnable, budget)
     raise DoesNotFitError(
@@ -39,14 +39,14 @@ def choice(row: Row, rows: Iterable[Row], budget: int) -> str:
         f"memory budget {gib(budget)}: {describe(row)}, predicted peak {gib(row.total)} in {row.peak_phase}, "
         f"{gib(row.sent_bytes_per_step)} sent per rank and step"
     )
-    cheaper = [
-        other for other in rows if other.offload == "none" and other.total > budget and _cost(other) < _cost(row)
-    ]
+    cheaper = [other for other in rows if other.offload == "none" and other.total > budget and cost(other) < cost(row)]
     if cheaper:
         nearest = min(cheaper, key=lambda other: other.total)
         sentence += f"; the next cheaper, {describe(nearest)}, would need {gib(nearest.total)}"
     return sentence
 
 
-def _cost(row: Row) -> tuple[int, bool, int]:
-    return row.sent_bytes_per_step, row.checkpointing, row.stage
+def cost(row: Row) -> tuple[int, float, int]:
+    """What is least wanted first: bytes sent, units recomputed, the stage."""
+    recomputed = float(len(row.recomputed_units) or "inf") if row.checkpointing else 0.0
+    return row.sent_bytes_per_step, recomputed, row.stage

@@ -39,3 +39,7 @@ class Row:
     """The unit that was at work then; empty where there is none."""
     sent_bytes_per_step: int
     """Bytes that one rank sends in one optimizer step."""
+    unit_stages: tuple[tuple[str, int], ...] = ()
+    """Units that shard less than ``stage`` says, by label, and their stage; empty: all alike."""
+    recomputed_units: tuple[str, ...] = ()
+    """Where only some units are recomputed: their labels."""
