@@ -164,6 +164,7 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
     batch: Any = None,
     trainable: str = "all",
     device: str = "cuda",
+    framework: str | int | None = None,
 ) -> Forecast:
     """Predict every byte of one rank, for every stage, offload and recomputation. Needs no GPU and no process group.
 
@@ -182,6 +183,7 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
         trainable: ``"all"`` (as the model says), or ``"lora:r=16"``: the base frozen, adapters of rank 16.
         device: ``"cuda"``: ranks talk as NCCL's do and the model comes from the host; ``"cpu"``: as gloo's do, and the
             model counts.
+        framework: what the process has on the device before the model, ``"0.6GiB"`` or bytes; None counts nothing.
 
     Returns:
         ``rows``, one for each choice (``shardledger.ledger.row.Row``); ``recommended`` with its ``row`` and ``reasons``
@@ -208,6 +210,7 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
             device=device,
             device_memory=_bytes("device_memory", device_memory),
             host_memory=_bytes("host_memory", host_memory),
+            framework_bytes=_bytes("framework", framework) or 0,
         )
     )
 

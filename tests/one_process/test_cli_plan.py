@@ -132,6 +132,12 @@ WRONG = [
     (("--params", "7B", "--device-memory", "8GiB", "--write", "no/such/folder/x.json"), "there is no folder"),
     (("--params", "7B", "--config", "x.json"), "--config needs --model"),
     (("--params", "7B", "--world", "0"), "--world"),
+    (("--params", "7B", "--device-memory", "8GiB", "--bandwidth", "5"), "did you mean 5GB/s?"),
+    (("--params", "7B", "--bandwidth", "50GB/s", "--flops", "400"), "did you mean 400TFLOP/s?"),
+    (("--params", "7B", "--flops", "4e14"), "--flops needs --bandwidth"),
+    (("--model", "gpt:1m", "--device-memory", "8GiB", "--no-master"), "--no-master goes with --params"),
+    (("--model", "gpt:1m", "--device-memory", "8GiB", "--memory-budget", "9GiB"), "could not stay under both"),
+    (("--params", "7B", "--framework", "-1GiB"), "--framework"),
 ]
 
 

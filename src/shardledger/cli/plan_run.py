@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardledger.cli.plan_question import Planned, Question
+from shardledger.ledger.amounts import gib
 from shardledger.ledger.row import Row
 
 
@@ -17,12 +18,17 @@ def run_planner(question: Question) -> Planned:
     from shardledger.forecast import Question as DryQuestion
     from shardledger.forecast import forecast
     from shardledger.ledger.mixed import cheapest_mix
+    from shardledger.telemetry.memory import before_the_model
 
     batch = {
         "train_micro_batch_size_per_gpu": question.micro_batch,
         "gradient_accumulation_steps": question.accumulation,
     }
     content = {key: value for key, value in question.config.items() if key != "train_batch_size"}
+    framework, note = question.framework_bytes, ()
+    if framework is None:
+        framework, why = before_the_model(question.device)
+        note = (f"framework: {gib(framework)} {why}; --framework says otherwise",)
     asked = DryQuestion(
         model=question.model,
         config={**content, **batch},
@@ -30,7 +36,7 @@ def run_planner(question: Question) -> Planned:
         micro_batches=(question.micro_batch,),
         seq_len=question.seq_len,
         device=question.device,
-        framework_bytes=question.framework_bytes,
+        framework_bytes=framework,
         trainable=question.trainable,
     )
     found = forecast(asked)
@@ -44,6 +50,7 @@ def run_planner(question: Question) -> Planned:
         parameters=found.spec.numel,
         trained=sum(p.numel for p in found.spec.parameters if p.trainable),
         timeline=first.run.timeline,
-        notes=found.notes,
+        timelines={(stage, again): made.run.timeline for (stage, again, _), made in found.runs.items()},
+        notes=(*note, *found.notes),
         within=within,
     )

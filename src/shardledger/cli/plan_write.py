@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardledger.cli.plan_options import PlanOptions
+from shardledger.cli.plan_options import PlanOptions, optimizer_of, precision_of
 from shardledger.errors import ConfigError
 from shardledger.ledger.recommend import Recommendation
 from shardledger.ledger.row import Row
@@ -108,11 +108,11 @@ def fresh_base(options: PlanOptions) -> Base:
 
 
 def _fresh(options: PlanOptions) -> dict[str, Any]:
-    optimizer = options.optimizer.lower()
+    optimizer = optimizer_of(options)
     arguments: dict[str, Any] = {"lr": 1e-4}
     if optimizer == "sgd-momentum":
         arguments["momentum"] = 0.9
-    precision = options.precision.lower()
+    precision = precision_of(options)
     return {
         "train_micro_batch_size_per_gpu": options.micro_batch or 1,
         "gradient_accumulation_steps": options.accumulation or 1,
