@@ -50,7 +50,7 @@ def print_comparison(ranks: Sequence[Mapping[str, Side]], *, title: str, rank: i
     from rich.console import Console
     from rich.table import Table
 
-    from shardledger.telemetry.report import mebibytes
+    from shardledger.telemetry.report import mebibytes, process_lines
 
     shown = worst_rank(ranks) if rank is None else rank
     table = Table(title=f"{title}; MiB of rank {shown}", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
@@ -72,6 +72,8 @@ def print_comparison(ranks: Sequence[Mapping[str, Side]], *, title: str, rank: i
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
     console.print(table)
+    for line in process_lines(ranks[shown : shown + 1]):
+        console.print(line)
     totals = [percent(r["predicted"].get("total"), r["measured"].get("total")) for r in ranks]
     if len(ranks) > 1:
         console.print(f"error of the total by rank: {', '.join(totals[:16])}{', ...' if len(totals) > 16 else ''}")

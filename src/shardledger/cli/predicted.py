@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from shardledger.cli.settings import RunSettings
 from shardledger.ledger import STATE_CATEGORIES
+
+if TYPE_CHECKING:
+    from shardledger.runtime.dryrun import DryRun
 
 Ledger = dict[str, dict[str, int | None]]
 
@@ -14,9 +17,9 @@ Ledger = dict[str, dict[str, int | None]]
 def predict_ledgers(settings: RunSettings, config: Any, device: str, ledgers: Sequence[Ledger]) -> str:
     """Fill in what ``ledgers`` do not predict yet; returns why not, or nothing.
 
-    States are each rank's own. Activations and communication are what a forward pass keeps and what is gathered or
-    unreduced at most, as in the measured column. The framework is the process as the run found it, before its model. The
-    total is the framework and the highest moment of the dry run.
+    Where live bytes were counted, each category is what it has at the highest moment. Elsewhere states are each rank's own,
+    activations and communication what a forward pass keeps and what is gathered or unreduced at most, the framework is the
+    process as the run found it, and the total is that and the highest moment of the dry run.
     """
     if all(ledger["predicted"]["total"] is not None for ledger in ledgers):
         return ""
@@ -31,14 +34,30 @@ def predict_ledgers(settings: RunSettings, config: Any, device: str, ledgers: Se
     except ShardledgerError as error:
         return str(error)
     for ledger in ledgers:
-        predicted, measured = ledger["predicted"], ledger["measured"]
-        states = [predicted[category] or 0 for category in STATE_CATEGORIES]
-        more = sum(states) - sum(run.account[category] for category in STATE_CATEGORIES)  # this rank's than rank 0's
-        peak = run.highest.total + more
-        framework = max(0, (measured["framework"] or 0) - run.arrived)
-        predicted["activations"] = run.account["activations"]
-        predicted["communication"] = run.account["communication"]
-        predicted["temporary"] = max(0, peak - sum(states) - run.account["activations"] - run.account["communication"])
-        predicted["framework"] = framework
-        predicted["total"] = framework + peak
+        if "process" in ledger:
+            _at_the_peak(ledger["predicted"], run)
+        else:
+            _over_the_run(ledger["predicted"], ledger["measured"], run)
     return ""
+
+
+def _at_the_peak(predicted: dict[str, int | None], run: DryRun) -> None:
+    """The highest moment: the counterpart of counted live bytes."""
+    own, peak = predicted["optimizer"] or 0, run.highest
+    # Ranks differ by the step counters of the pieces they hold; before the first step there are none.
+    more = own - run.account["optimizer"] if peak.by_category["optimizer"] else 0
+    predicted.update(peak.by_category)
+    predicted["optimizer"] = peak.by_category["optimizer"] + more
+    predicted["total"] = peak.total + more
+
+
+def _over_the_run(predicted: dict[str, int | None], measured: Mapping[str, int | None], run: DryRun) -> None:
+    """Each category's own highest moment, and the process: the counterpart of what the system measures."""
+    states = [predicted[category] or 0 for category in STATE_CATEGORIES]
+    more = sum(states) - sum(run.account[category] for category in STATE_CATEGORIES)  # this rank's than rank 0's
+    peak = run.highest.total + more
+    predicted["activations"] = run.account["activations"]
+    predicted["communication"] = run.account["communication"]
+    predicted["temporary"] = max(0, peak - sum(states) - run.account["activations"] - run.account["communication"])
+    predicted["framework"] = measured["framework"]
+    predicted["total"] = (measured["framework"] or 0) + peak

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import shardledger
 from shardledger.cli.decide import decided_config
+from shardledger.cli.live_count import LiveCount
 from shardledger.cli.loop import TrainingLoop
 from shardledger.cli.predicted import predict_ledgers
 from shardledger.cli.run_checkpoints import RunCheckpoints
@@ -53,7 +54,11 @@ def train(settings: RunSettings, folder: RunFolder, device: str, source: tuple[P
     model = load_model(settings.model, settings.seq_len)
     description = describe_model(model, settings.model, settings.seq_len)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine, *_ = shardledger.initialize(model=model, config=decided_config(settings, device), device=device)
+    config = decided_config(settings, device)
+    count = LiveCount(model, device)
+    with count.initializing():
+        engine, *_ = shardledger.initialize(model=model, config=config, device=device)
+    count.attach(engine)
     leads = engine.rank == 0
     if leads:
         folder.create(reuse=settings.options.resume is not None)
@@ -67,11 +72,11 @@ def train(settings: RunSettings, folder: RunFolder, device: str, source: tuple[P
     with SinkGroup(sinks) as group, StopRequest() as stop:
         checkpoints = RunCheckpoints(engine, folder, group)
         begin = checkpoints.load(source, sampler) if source is not None else 0
-        loop = TrainingLoop(engine, text, sampler, group)
+        loop = TrainingLoop(engine, text, sampler, group, count)
         first, last = loop.run(
             settings.options.steps, settings.eval_every, begin=begin, checkpoints=checkpoints, stop=stop
         )
-    ledgers = gather_ledgers(engine)
+    ledgers = gather_ledgers(engine, count.highest)
     stage, config = engine.zero_optimization_stage(), engine.config
     state = engine.state_dict()
     engine.destroy()
@@ -90,14 +95,21 @@ def train(settings: RunSettings, folder: RunFolder, device: str, source: tuple[P
     print(f"run folder: {folder.path}")
 
 
-def gather_ledgers(engine: Any) -> list[Ledger]:
-    """Every rank's ledger, on every rank. Collective."""
+def gather_ledgers(engine: Any, counted: Mapping[str, int] | None = None) -> list[Ledger]:
+    """Every rank's ledger, on every rank. Collective.
+
+    ``counted`` are the live bytes of this rank's highest moment; with them the measured side is that moment, and what the
+    system says of the process stands beside it.
+    """
     own = engine.ledger()
-    sides = ("predicted", "measured")
+    sides: tuple[str, ...] = ("predicted", "measured")
+    if counted is not None:
+        process = {"framework": own["measured"]["framework"], "total": own["measured"]["total"]}
+        own, sides = {**own, "measured": counted, "process": process}, (*sides, "process")
     # The engine exchanges numbers, not dicts: a fixed order of categories, NaN for what is not known.
     values = [own[side].get(category) for side in sides for category in CATEGORIES]
     gathered = engine.gather_scalars([math.nan if value is None else float(value) for value in values])
-    return [
+    ledgers = [
         {
             side: {
                 category: None if math.isnan(value) else int(value)
@@ -107,6 +119,10 @@ def gather_ledgers(engine: Any) -> list[Ledger]:
         }
         for row in gathered
     ]
+    for ledger in ledgers:
+        if "process" in ledger:
+            ledger["process"] = {"before_the_model": ledger["process"]["framework"], "peak": ledger["process"]["total"]}
+    return ledgers
 
 
 def _step_of(source: tuple[Path, str | None] | None) -> int:

@@ -16,6 +16,7 @@ from shardledger.runtime.engine import Engine
 from shardledger.runtime.hooks import tensors_in
 from shardledger.runtime.unit import Unit
 from shardledger.telemetry.live import LiveBytes, Peaks
+from shardledger.transport import Transport
 from shardledger.transport.metered import MeteredTransport
 
 
@@ -26,11 +27,13 @@ class Observer:
         self.meter = meter
         self._handles: list[Any] = []
         self._engine: Engine | None = None
+        self._unmetered: Transport | None = None
 
     def attach(self, engine: Engine) -> None:
         """Follow ``engine`` from now on."""
         self._engine = engine
         parts = engine._live()
+        self._unmetered = parts.transport
         transport = MeteredTransport(parts.transport, self.meter)
         parts.transport = parts.executor._transport = engine._stepper._transport = transport
         for unit in parts.units:
@@ -48,7 +51,11 @@ class Observer:
         self.meter.born()
 
     def detach(self) -> None:
-        """Take the hooks away; the transport stays wrapped."""
+        """Take the hooks away, and unwrap the transport."""
+        if self._engine is not None and self._unmetered is not None:
+            parts = self._engine._live()
+            parts.transport = parts.executor._transport = self._engine._stepper._transport = self._unmetered
+            self._unmetered = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -25,11 +25,14 @@ def before_the_model(device: str) -> tuple[int, str]:
 
 
 class MemoryMeter:
-    """Reads peak and current bytes of this rank; the baseline is taken when the meter is made."""
+    """Reads peak and current bytes of this rank; the baseline is taken when the meter is made.
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    ``model_bytes`` are those of a model that is on the device already, and are no part of the baseline.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, model_bytes: int = 0) -> None:
         self.device = torch.device(device)
-        self.baseline_bytes = self.current_bytes()
+        self.baseline_bytes = max(0, self.current_bytes() - model_bytes)
         self._highest_bytes = self.baseline_bytes
 
     def current_bytes(self) -> int:
