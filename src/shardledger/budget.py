@@ -60,7 +60,7 @@ def decide(
         model=model, config=config, world=world, batch=tuple(batch), device=device, checkpointing=recompute
     )
     found = forecast(question)
-    rows = rows_without_offload(found)
+    rows = rows_to_choose_from(found)
     row = cheapest_mix(rows, budget, units_of(found), pricing(question))
     return decided(config, row, choice(row, rows, budget))
 
@@ -72,16 +72,18 @@ def decided(config: Config, row: Row, why: str = "chosen by the memory budget") 
         activation_checkpointing=row.checkpointing,
         unit_stages=dict(row.unit_stages),
         recomputed_units=row.recomputed_units,
+        offload=row.offload,
         why=why,
     )
 
 
-def rows_without_offload(found: Forecast) -> list[Row]:
-    """Stage by recomputation, each for the rank that holds the most."""
+def rows_to_choose_from(found: Forecast) -> list[Row]:
+    """Stage by recomputation by offload, each for the rank that holds the most."""
     return [
-        _of_the_heaviest_rank(row, found.runs[row.stage, row.checkpointing, row.micro_batch])
+        row
+        if row.offload != "none"  # step counters, in which ranks differ, are away
+        else _of_the_heaviest_rank(row, found.runs[row.stage, row.checkpointing, row.micro_batch])
         for row in found.rows
-        if row.offload == "none"
     ]
 
 

@@ -19,11 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardledger.config import Config, load_config
 from shardledger.errors import ConfigError, PlanError
 from shardledger.layout.build import Layout, build_layout
+from shardledger.ledger import offload, one_memory
 from shardledger.ledger.categories import CATEGORIES
 from shardledger.ledger.fit import Situation
-from shardledger.ledger.offload import OFFLOADS, OFFLOADS_OF_SHARDED_PARAMS, offloaded
 from shardledger.ledger.recommend import Recommendation, recommend
 from shardledger.ledger.row import Row
+from shardledger.ledger.saves import SaveBytes, save_bytes
 from shardledger.plan.build import build_plan
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Role
@@ -31,6 +32,7 @@ from shardledger.plan.spec import ModelSpec
 from shardledger.runtime.describe import describe
 from shardledger.runtime.dryrun import DryRun, Rehearsal, dry_run
 from shardledger.runtime.optimizer import OptimizerRecipe, check_recipe
+from shardledger.telemetry.live import Reading
 from shardledger.workload import find_model, loss_of
 from shardledger.workload.adapters import train_adapters
 
@@ -83,6 +85,19 @@ class Rehearsed:
     plan: Plan
     layout: Layout
     run: DryRun
+
+    def saves(self, rank: int) -> SaveBytes:
+        """What a checkpoint takes on ``rank``."""
+        asynchronous = self.config.shardledger.checkpoint.asynchronous
+        return save_bytes(self.layout, self.run.optimizer_bytes, rank, asynchronous=asynchronous)
+
+    def while_saving(self, question: Question) -> Reading:
+        """Live bytes during a save: states at rest, and on CPU ranks, whose device is the host, the copies of an
+        asynchronous save. A synchronous one copies a unit into the writer's buffers, which are no tensors."""
+        held = dict(self.run.rest)
+        if question.device == "cpu" and self.config.shardledger.checkpoint.asynchronous:
+            held["temporary"] += self.saves(question.rank).copied
+        return Reading(sum(held.values()), held, "checkpoint", "")
 
 
 @dataclass(frozen=True)
@@ -176,14 +191,16 @@ def rehearse(question: Question, config: Config, spec: ModelSpec, make_model: Ca
 def rows_of(question: Question, found: Rehearsed) -> list[Row]:
     """One row for each choice of offload."""
     sharded = any(flat.param_sharded for flat in found.layout.flats)
-    return [row_of(question, found, choice) for choice in (OFFLOADS_OF_SHARDED_PARAMS if sharded else OFFLOADS)]
+    room = one_memory if question.device == "cpu" else offload
+    return [row_of(question, found, c) for c in (room.OFFLOADS_OF_SHARDED_PARAMS if sharded else room.OFFLOADS)]
 
 
-def row_of(question: Question, found: Rehearsed, offload: str) -> Row:
+def row_of(question: Question, found: Rehearsed, choice: str) -> Row:
     """The highest moment of a step under one choice of offload."""
-    moved = offloaded(found.plan, found.layout, found.run.optimizer_bytes, question.rank, offload)
+    moves = one_memory.offloaded_to_disk if question.device == "cpu" else offload.offloaded
+    moved = moves(found.plan, found.layout, found.run.optimizer_bytes, question.rank, choice)
     best: tuple[int, dict[str, int], str, str] | None = None
-    for phase, reading in found.run.peaks.items():
+    for phase, reading in {**found.run.peaks, "checkpoint": found.while_saving(question)}.items():
         held = dict(reading.by_category)
         for category, nbytes in moved.device.items():
             held[category] = max(0, held[category] - nbytes)  # at birth not all of it is there yet
@@ -195,7 +212,7 @@ def row_of(question: Question, found: Rehearsed, offload: str) -> Row:
     total, held, phase, unit = best
     return Row(
         stage=found.plan.stage,
-        offload=offload,
+        offload=choice,
         checkpointing=found.config.shardledger.activation_checkpointing,
         micro_batch=found.plan.step.micro_batch,
         **{category: held[category] for category in CATEGORIES},

@@ -38,7 +38,7 @@ def open_config(budget, precision="fp32", recompute=False):
 
 def chosen_for_random_budgets(precision, world=2):
     """For 15 random budgets, and those that exactly one more byte would break: (budget, chosen row)."""
-    from shardledger.budget import pricing, rows_without_offload, units_of
+    from shardledger.budget import pricing, rows_to_choose_from, units_of
     from shardledger.config import load_config
     from shardledger.forecast import Question, forecast
     from shardledger.ledger.mixed import cheapest_mix
@@ -46,7 +46,7 @@ def chosen_for_random_budgets(precision, world=2):
     config = load_config(open_config("1GiB", precision), world=world)
     question = Question(model=make_small_model, config=config, world=world, seq_len=SEQ, device="cpu")
     found = forecast(question)
-    rows, price = rows_without_offload(found), pricing(question)
+    rows, price = [row for row in rows_to_choose_from(found) if row.offload == "none"], pricing(question)
     low, high = min(row.total for row in rows), max(row.total for row in rows if row.stage == 2)
     draw = random.Random(precision)
     budgets = [low, high, *(draw.randrange(low, high) for _ in range(BUDGETS - 2)), *(row.total for row in rows)]

@@ -109,12 +109,12 @@ def test_the_written_config_loads_and_says_what_was_recommended(tmp_path, precis
     assert f"recommended: stage {config.zero_optimization.stage}, micro-batch 2" in result.stdout
 
 
-def test_an_offload_that_this_version_lacks_is_written_for_deepspeed_and_said(tmp_path):
+def test_a_recommended_offload_is_written_for_us_and_for_deepspeed(tmp_path):
     file = tmp_path / "ds.json"
-    result = plan("--params", "70B", "--world", "8", "--device-memory", "24GiB", "--write", str(file))
-    assert "offload is not available in this version" in result.stdout
+    plan("--params", "70B", "--world", "8", "--device-memory", "24GiB", "--write", str(file))
     zero = json.loads(file.read_text())["zero_optimization"]
     assert zero["stage"] == 3 and zero["offload_optimizer"]["device"] == "cpu"
+    assert load_config(file, world=8).zero_optimization.offload_optimizer.device == "cpu"
 
 
 WRONG = [

@@ -236,6 +236,14 @@ def test_a_budget_takes_the_cheapest_row_under_it(tmp_path, capsys):
     assert not config.stage_is_open
 
 
+def test_a_budget_counts_the_host_memory_that_offload_takes(capsys):
+    # Parameters, masters and moments away: 13 GiB a rank, 104 GiB a machine of eight.
+    text = show(capsys, device_memory=None, memory_budget="3GiB", host_memory="128GiB")
+    assert "recommended: stage 3, offload optimizer:cpu+param:cpu, activations recomputed" in text
+    with pytest.raises(DoesNotFitError):
+        show(capsys, device_memory=None, memory_budget="3GiB", host_memory="96GiB")
+
+
 @pytest.mark.parametrize(
     ("content", "changes", "lesson"),
     [
@@ -276,7 +284,7 @@ def test_a_choice_by_unit_is_written_and_shown(tmp_path, capsys):
             planned = super().__call__(question)
             row = next(row for row in planned.rows if row.stage == 3 and row.checkpointing)
             mixed = replace(row, unit_stages=(("(root)", 2),), recomputed_units=("blocks.0",))
-            return replace(planned, within=lambda budget: mixed)
+            return replace(planned, within=lambda budget, host: mixed)
 
     text = show(capsys, Mixing(), device_memory=None, memory_budget="30GiB", write=str(target))
     assert "stage 3, 1 unit ((root)) at stage 2, activations of 1 unit (blocks.0) recomputed" in text
@@ -288,8 +296,8 @@ def test_a_choice_by_unit_is_written_and_shown(tmp_path, capsys):
 
 
 def test_a_budget_that_nothing_meets_is_exit_code_3_material(capsys):
-    asked = options(device_memory=None, memory_budget="3GiB")
-    with pytest.raises(DoesNotFitError, match="GiB of device memory per rank are missing"):
+    asked = options(device_memory=None, memory_budget="2GiB")
+    with pytest.raises(DoesNotFitError, match="512.0 MiB of device memory per rank are missing"):
         plan_model(asked, hardware_of(asked), Planner())
     assert "what would help" in capsys.readouterr().out
 

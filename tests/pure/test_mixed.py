@@ -68,7 +68,7 @@ def test_no_mixture_within_the_budget_is_cheaper_than_the_one_that_is_found(weig
         row for row in (*every_mixture(weights, activations), *alike(weights, activations)) if row.total <= budget
     ]
     assert found.total <= budget
-    assert cost(found)[:2] == min(cost(row)[:2] for row in within)
+    assert cost(found)[:3] == min(cost(row)[:3] for row in within)
     assert len(asked) <= 16
 
 
@@ -110,3 +110,13 @@ def test_recomputation_that_was_asked_for_stays():
     rows = [row for row in alike(30, 20) if row.checkpointing]
     row = cheapest_mix(rows, 1000, UNITS, lambda mix: priced(mix, 30, 20))
     assert row.checkpointing and not row.recomputed_units
+
+
+def test_offload_comes_last_and_only_where_nothing_else_fits():
+    away = replace(alike(30, 20)[0], offload="optimizer:cpu", total=80)
+    disk = replace(away, offload="optimizer:nvme", total=10)
+    rows = [away, disk, *alike(30, 20)]
+    for budget, offload in ((100, "none"), (99, "optimizer:cpu"), (80, "optimizer:cpu")):
+        assert cheapest_mix(rows, budget, UNITS, lambda mix: priced(mix, 30, 20)).offload == offload
+    with pytest.raises(DoesNotFitError):  # a disk would need a folder, which nobody has named
+        cheapest_mix(rows, 79, UNITS, lambda mix: priced(mix, 30, 20))

@@ -6,6 +6,7 @@ from shardledger.config import load_config
 from shardledger.layout.build import build_layout
 from shardledger.ledger import OptimizerBytes, state_bytes
 from shardledger.ledger.offload import OFFLOADS, OFFLOADS_OF_SHARDED_PARAMS, offloaded
+from shardledger.ledger.one_memory import offloaded_to_disk
 from shardledger.plan.build import build_plan
 from shardledger.plan.spec import ModelSpec, ModuleSpec, ParameterSpec
 
@@ -80,3 +81,21 @@ def test_frozen_weights_leave_with_the_parameters_only():
         found, held = moved(3, choice, frozen=BLOCKS)
         assert found.host == host * PSI
         assert held["params"] - found.device["params"] == (2 / 4 - host) * PSI
+
+
+@pytest.mark.parametrize(
+    ("stage", "choice", "leaves"), [(2, "optimizer:nvme", 12), (3, "optimizer:nvme+param:nvme", 12)]
+)
+def test_where_ranks_compute_in_host_memory_a_disk_takes_states_away_and_its_buffers_stay(stage, choice, leaves):
+    optimizer = OptimizerBytes(per_element=8, per_piece=0, states=(4, 4))
+    spec = model()
+    plan = build_plan(
+        load_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, world=4), spec, world=4
+    )
+    found = offloaded_to_disk(plan, build_layout(plan, spec), optimizer, 0, choice)
+    # Masters and moments of a rank's quarter; three tiles (one per block: one whole block's quarter) wait in memory.
+    quarter = PSI // 4
+    assert found.device["master"] + found.device["optimizer"] == leaves * quarter
+    assert found.host == 0 and found.disk >= leaves * quarter
+    assert found.device["params"] < 0  # the buffers, and at stage 3 what is copied for computing
+    assert offloaded_to_disk(plan, build_layout(plan, spec), optimizer, 0, "none").disk == 0

@@ -66,6 +66,25 @@ class LiveCount:
         if not self._left:
             self._observer.detach()
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around a save; the first one is counted."""
+        if not self._attached or "checkpoint" in self._observer.peaks.readings:
+            yield
+            return
+        self._observer.note_states()
+        self._meter.enter("checkpoint")
+        with self._meter:
+            yield
+            self._meter.sample()
+
+    @property
+    def phases(self) -> dict[str, int] | None:
+        """Most bytes in each phase that was counted; None where nothing was."""
+        if self.highest is None:
+            return None
+        return {phase: reading.total for phase, reading in self._observer.peaks.readings.items()}
+
     @property
     def highest(self) -> dict[str, int] | None:
         """Bytes by category, and their total, at the highest moment; None where nothing was counted."""

@@ -42,7 +42,7 @@ def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner) -> No
     if situation.little_data and question.trainable == "all" and hardware.memory_budget is None:
         adapters = planner(replace(question, trainable=ADAPTERS))
     if hardware.memory_budget is not None:
-        rows, answer = within_budget(planned, hardware.memory_budget)
+        rows, answer = within_budget(planned, hardware.memory_budget, situation)
     else:
         rows, answer = settle(question, planned, adapters, situation, planner)
     timeline, where = timeline_of(planned, answer)
@@ -150,13 +150,15 @@ def settle(
         (adapter_rows if answer.adapters else rows).extend(planner(smaller).rows)
 
 
-def within_budget(planned: Planned, budget: int) -> tuple[list[Row], Recommendation]:
+def within_budget(planned: Planned, budget: int, situation: Situation) -> tuple[list[Row], Recommendation]:
     """What ``"stage": "auto"`` chooses under this budget, as a recommendation; its row joins the others."""
     rows = list(planned.rows)
+    host = None if situation.host_memory is None else situation.host_memory // situation.here
+    possible = [row for row in rows if "nvme" not in row.offload and (host is None or row.host_bytes <= host)]
     try:
-        row = cheapest(rows, budget) if planned.within is None else planned.within(budget)
+        row = cheapest(possible, budget) if planned.within is None else planned.within(budget, host)
     except DoesNotFitError as error:
-        missing = min(row.total for row in rows if row.offload == "none") - budget
+        missing = min(row.total for row in possible) - budget
         return rows, Recommendation(row=None, reasons=(str(error),), missing_bytes=missing)
     mixed = bool(row.unit_stages or row.recomputed_units)
     return [*rows, row] if mixed else rows, Recommendation(row=row, reasons=(choice(row, rows, budget),))

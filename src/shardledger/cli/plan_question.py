@@ -48,8 +48,9 @@ class Planned:
     """One step of each stage, without and with recomputation."""
     notes: Sequence[str] = field(default=())
     """What could not be planned, and why."""
-    within: Callable[[int], Row] | None = None
-    """The cheapest choice for every unit under a memory budget in bytes; raises DoesNotFitError."""
+    within: Callable[[int, int | None], Row] | None = None
+    """The cheapest choice for every unit under a memory budget and the host memory of one rank (None: any), in bytes;
+    raises DoesNotFitError."""
 
 
 Planner = Callable[[Question], Planned]

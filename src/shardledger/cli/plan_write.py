@@ -62,8 +62,6 @@ def write_config(file: str | None, answer: Recommendation | None, base: Base, *,
     if quiet:
         return
     print(f"wrote {file}")
-    if answer.row.offload != "none":
-        print("note: offload is not available in this version, which refuses the file; DeepSpeed reads it")
     if "nvme" in answer.row.offload:
         print(f'note: nvme_path is "{NVME_PATH}": name a folder on a local disk')
     if answer.adapters:

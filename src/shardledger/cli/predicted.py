@@ -30,25 +30,34 @@ def predict_ledgers(settings: RunSettings, config: Any, device: str, ledgers: Se
     question = Question(model=settings.model, world=settings.world, seq_len=settings.seq_len, device=kind)
     try:
         make_model = model_maker(question)
-        run = rehearse(question, config, describe_model(make_model), make_model).run
+        found = rehearse(question, config, describe_model(make_model), make_model)
     except ShardledgerError as error:
         return str(error)
+    run = found.run
     for ledger in ledgers:
         if "process" in ledger:
-            _at_the_peak(ledger["predicted"], run)
+            more = _at_the_peak(ledger["predicted"], run)
+            peaks = {**run.peaks, "checkpoint": found.while_saving(question)}
+            ledger["predicted_phases"] = {
+                phase: peaks[phase].total + (more if peaks[phase].by_category["optimizer"] else 0)
+                for phase in ledger["phases"]
+            }
         else:
             _over_the_run(ledger["predicted"], ledger["measured"], run)
     return ""
 
 
-def _at_the_peak(predicted: dict[str, int | None], run: DryRun) -> None:
-    """The highest moment: the counterpart of counted live bytes."""
-    own, peak = predicted["optimizer"] or 0, run.highest
-    # Ranks differ by the step counters of the pieces they hold; before the first step there are none.
-    more = own - run.account["optimizer"] if peak.by_category["optimizer"] else 0
+def _at_the_peak(predicted: dict[str, int | None], run: DryRun) -> int:
+    """The highest moment: the counterpart of counted live bytes. Returns what this rank holds more than rank 0.
+
+    Ranks differ by the step counters of the pieces they hold; before the first step there are none.
+    """
+    peak, more = run.highest, (predicted["optimizer"] or 0) - run.account["optimizer"]
+    now = more if peak.by_category["optimizer"] else 0
     predicted.update(peak.by_category)
-    predicted["optimizer"] = peak.by_category["optimizer"] + more
-    predicted["total"] = peak.total + more
+    predicted["optimizer"] = peak.by_category["optimizer"] + now
+    predicted["total"] = peak.total + now
+    return more
 
 
 def _over_the_run(predicted: dict[str, int | None], measured: Mapping[str, int | None], run: DryRun) -> None:

@@ -19,6 +19,8 @@ from shardledger.config.sections import (
     Bf16Section,
     DataTypesSection,
     Fp16Section,
+    OffloadOptimizerSection,
+    OffloadParamSection,
     ShardledgerSection,
     TorchAutocastSection,
     ZeroSection,
@@ -133,13 +135,20 @@ class Config(BatchSizes, PrecisionChoice):
         activation_checkpointing: bool,
         unit_stages: Mapping[str, int] | None = None,
         recomputed_units: Sequence[str] = (),
+        offload: str = "none",
         why: str = "chosen by the memory budget",
     ) -> Config:
         """The configuration with the stage that was open, and whether activations are recomputed, filled in.
 
-        ``unit_stages`` and ``recomputed_units`` are as the keys of those names; empty: all units alike.
+        ``unit_stages`` and ``recomputed_units`` are as the keys of those names; empty: all units alike. ``offload`` is
+        ``"none"`` (what the file says stays), ``"optimizer:cpu"`` or ``"optimizer:cpu+param:cpu"``.
         """
-        zero = self.zero_optimization.model_copy(update={"stage": stage})
+        moved: dict[str, Any] = {"stage": stage}
+        if "optimizer:cpu" in offload:
+            moved["offload_optimizer"] = OffloadOptimizerSection(device="cpu")
+        if "param:cpu" in offload:
+            moved["offload_param"] = OffloadParamSection(device="cpu")
+        zero = self.zero_optimization.model_copy(update=moved)
         changes = {
             "activation_checkpointing": activation_checkpointing,
             "unit_stages": dict(unit_stages) if unit_stages else None,

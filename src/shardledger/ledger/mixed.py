@@ -36,7 +36,7 @@ Price = Callable[[Mix], Row]
 
 
 def cheapest_mix(rows: Iterable[Row], budget: int, units: Sequence[str], price: Price) -> Row:
-    """Fewest bytes sent, then fewest units recomputed, among ``rows`` and mixtures of their stages.
+    """Fewest bytes sent, then fewest units recomputed, among ``rows`` and mixtures of their stages; offload comes last.
 
     Units are lowered in the order in which that costs the peak least: first the root, which is gathered during the whole
     pass anyway, then blocks from the last one backwards, which is at work when the peak is reached as a rule. They are
@@ -51,6 +51,7 @@ def cheapest_mix(rows: Iterable[Row], budget: int, units: Sequence[str], price: 
     Raises:
         DoesNotFitError: not even the leanest choice is within the budget.
     """
+    rows = list(rows)
     runnable = [row for row in rows if row.offload == "none"]
     root, blocks = units[0], tuple(units[1:])
     order = (root, *reversed(blocks))
@@ -58,7 +59,11 @@ def cheapest_mix(rows: Iterable[Row], budget: int, units: Sequence[str], price: 
     try:
         best = cheapest(runnable, budget)
     except DoesNotFitError:
-        best = _with_whole_root(runnable, budget, root, everything, price)
+        best = _last_resort(
+            [*runnable, *(row for row in rows if row.offload != "none")], budget, root, everything, price
+        )
+        if best.offload != "none":
+            return best
     base = min((row for row in runnable if row.sent_bytes_per_step >= best.sent_bytes_per_step), key=_leanness(best))
     cheaper = [row for row in runnable if row.sent_bytes_per_step < best.sent_bytes_per_step]
     if not blocks or not cheaper and not best.checkpointing:
@@ -93,13 +98,13 @@ def _leanness(best: Row) -> Callable[[Row], tuple[int, int]]:
     return lambda row: (row.sent_bytes_per_step, row.total)
 
 
-def _with_whole_root(rows: Sequence[Row], budget: int, root: str, everything: tuple[str, ...], price: Price) -> Row:
-    """The last resort: fp32 weights of the root kept whole are their own masters, which saves its shard.
+def _last_resort(rows: Sequence[Row], budget: int, root: str, everything: tuple[str, ...], price: Price) -> Row:
+    """A whole root, since fp32 weights that are whole are their own masters, which saves its shard; else offload.
 
     Raises:
         DoesNotFitError: that does not fit either.
     """
-    leanest = min(rows, key=lambda row: row.total)
+    leanest = min((row for row in rows if row.offload == "none"), key=lambda row: row.total)
     if leanest.stage == 3:
         found = price(_mix(3, 2, (root,), everything if leanest.checkpointing else ()))
         if found.total <= budget:

@@ -34,7 +34,7 @@ class Row:
     disk_bytes: int
     """Bytes of one rank on disk."""
     peak_phase: str
-    """``"init"``, ``"forward"``, ``"backward"`` or ``"step"``: where in a step the peak is."""
+    """``"init"``, ``"forward"``, ``"backward"``, ``"step"`` or ``"checkpoint"``: where the peak is."""
     peak_unit: str
     """The unit that was at work then; empty where there is none."""
     sent_bytes_per_step: int
