@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from shardledger.workload import BatchSampler, TextData, loss_of
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from shardledger.cli.live_count import LiveCount
 
 EVAL_BATCH = 8  # rows at a time
 EVAL_ROWS = 128  # held-out sequences in all, over all ranks
@@ -36,8 +39,11 @@ class _Timing:
 class TrainingLoop:
     """Steps and evaluations of one engine on one text. All ranks run it; only rank 0 writes to ``sinks``."""
 
-    def __init__(self, engine: Any, text: TextData, sampler: BatchSampler, sinks: SinkGroup) -> None:
+    def __init__(
+        self, engine: Any, text: TextData, sampler: BatchSampler, sinks: SinkGroup, count: LiveCount | None = None
+    ) -> None:
         self.engine = engine
+        self.count = count
         self.sampler = sampler
         self.sinks = sinks
         self.meter = MemoryMeter(engine.device)
@@ -89,11 +95,13 @@ class TrainingLoop:
         data_s = time.perf_counter() - begin
         rate = float(engine.get_lr()[0])  # the rate of this step; step() moves the scheduler on
         losses = []
-        for tokens, targets in batches:
-            loss = loss_of(engine(*self._on_device(tokens, targets)))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
+        with self.count.step() if self.count is not None else nullcontext():
+            while batches:
+                inputs = self._on_device(*batches.pop(0))  # let go before the next ones are used
+                loss = loss_of(engine(*inputs))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach())
         loss = sum(map(float, losses)) / len(losses)  # waits for the device: the times below are of finished work
         step_s, comm_wait_s = time.perf_counter() - begin, engine.comm_wait_s - waited
         timing = _Timing(step_s=step_s, data_s=data_s, comm_wait_s=comm_wait_s)

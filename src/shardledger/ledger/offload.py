@@ -30,6 +30,12 @@ class Offloaded:
     """Bytes of files."""
 
 
+def choices(*, sharded: bool, one_memory: bool) -> tuple[str, ...]:
+    """What there is to choose: of parameters only where they are sharded, of host memory only where it is another."""
+    found = OFFLOADS_OF_SHARDED_PARAMS if sharded else OFFLOADS
+    return tuple(choice for choice in found if not (one_memory and ":cpu" in choice))
+
+
 def with_offload(plan: Plan, choice: str) -> Plan:
     """``plan`` under one of ``OFFLOADS_OF_SHARDED_PARAMS``, with what the configuration's defaults are."""
     homes = dict(part.split(":") for part in choice.split("+")) if choice != "none" else {}

@@ -181,6 +181,11 @@ class Offload:
         self.link.to_host(gradient, copy, add=False).wait()
         return copy
 
+    def buffers(self) -> list[torch.Tensor]:
+        """Host memory that tiles pass through; between steps."""
+        self._collect()
+        return [buffer.tensor for buffer in self._free]
+
     def _buffer(self) -> AlignedBuffer:
         if not self._free:
             self._collect(until=self._writing[0])
