@@ -24,6 +24,7 @@ from shardledger.runtime.tile import LiveTile, TileFiles, state_dtype
 from shardledger.transport import Transport
 from shardledger.transport.disk import AlignedBuffer, DiskFile, TierTraffic
 from shardledger.transport.disk_folder import claim_folder, remove_folder
+from shardledger.transport.heap import return_freed_memory
 from shardledger.transport.link import HostLink
 
 
@@ -68,6 +69,8 @@ class Offload:
         self.files = self._claim(transport)
         self.link: HostLink | None = None
         """The way between device and host memory; None where those are one."""
+        if one_memory and Home.DISK in (self.plan.optimizer, self.plan.params):
+            return_freed_memory()
         if not one_memory:
             self.link = HostLink(
                 device,
@@ -265,12 +268,14 @@ class Offload:
             assert tile.disk is not None
             if tile.buffer is None:
                 tile.buffer = AlignedBuffer(tile.disk.nbytes)
+            changed = False
             for name, source in ((SHARD, flat.shard), (MASTER, flat.master)):
                 if keep and tile.has(name) and source is not None:
+                    changed = True
                     tile.component(name).copy_(source[tile.tile.interval.start : tile.tile.interval.stop])
             if optimizer is not None:
                 tile.detach(optimizer, keep=keep)
-            if keep:
+            if keep and (changed or tile.written):
                 tile.start_write()
             tile.leave()
         if any(tile.has(MASTER) for tile in tiles):
