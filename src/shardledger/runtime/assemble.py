@@ -87,8 +87,10 @@ class Parts:
         """Itself.
 
         Raises:
-            EngineStateError: states are away.
+            EngineStateError: states are away, or lost with a disk that failed.
         """
+        if self.offload is not None:
+            self.offload.check()
         if self.put_away is not None:
             raise EngineStateError(
                 f"the engine's {', '.join(self.put_away.names)} were sent away by offload_states: call "

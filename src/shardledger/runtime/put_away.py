@@ -16,7 +16,7 @@ from shardledger.runtime.assemble import Parts
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.released import is_away
 from shardledger.transport.disk import SECTOR, AlignedBuffer, DiskFile, TierTraffic
-from shardledger.transport.disk_folder import claim_folder, remove_folder
+from shardledger.transport.disk_folder import claim_folder, remove_folder, remove_with
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """DeepSpeed's names: moments, fp32 masters, weights, gradients; there is no gradient buffer apart from the gradients."""
@@ -55,6 +55,7 @@ class PutAway:
         if path is not None:
             total = sum(_sectors(s.nbytes()) for s in storages)
             self._folder = claim_folder(path, total, self._parts.transport, "offload_states: nvme_path")
+            remove_with(self, self._folder)  # also when the program ends meanwhile
             self._file = DiskFile(self._folder / "states.bin", total, TierTraffic())
         offset = 0
         for storage in storages:

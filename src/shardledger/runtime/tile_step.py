@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import torch
 
@@ -66,16 +66,17 @@ class TileStep:
         replicate_done()
         gradient: torch.Tensor | None = None
         of: FlatParameters | None = None
-        for tile in self._offload.in_turn(tiles, self._optimizer):
-            if tile.flat is not of:
-                of, gradient = tile.flat, sum_of(tile.flat)
-            for piece in tile.pieces:
-                point(piece, gradient, present)
-            with self._only(tile.pieces):
-                self._step()
-            self._offload.publish(tile)
-            left[id(tile.flat)] -= 1
-            replicate_done()
+        with closing(self._offload.in_turn(tiles, self._optimizer)) as in_turn:
+            for tile in in_turn:
+                if tile.flat is not of:
+                    of, gradient = tile.flat, sum_of(tile.flat)
+                for piece in tile.pieces:
+                    point(piece, gradient, present)
+                with self._only(tile.pieces):
+                    self._step()
+                self._offload.publish(tile)
+                left[id(tile.flat)] -= 1
+                replicate_done()
         for work in works:
             work.wait()
 
