@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from shardledger.config.section import Section
-from shardledger.config.values import ByteSize, Count, DtypeName, Flag, Number, Positive, Stage, Whole
+from shardledger.config.values import ByteSize, Count, DtypeName, Flag, Folder, Number, Positive, Stage, Whole
 
 _PLAN: dict[str, Any] = {"auto": "plan"}
 _PLAN_STAGE_3: dict[str, Any] = {"auto": "plan", "from_stage": 3}
@@ -91,7 +91,7 @@ class OffloadOptimizerSection(Section):
     """Where masters, moments and the gradients they are stepped with rest between steps."""
 
     device: Literal["none", "cpu", "nvme"] = Field("none", description="none, cpu (host memory) or nvme (a disk)")
-    nvme_path: str | None = Field(
+    nvme_path: Folder | None = Field(
         None, description="an existing folder on a fast local disk", json_schema_extra=_ON_DISK
     )
     buffer_count: Positive = Field(
@@ -126,7 +126,7 @@ class OffloadParamSection(Section):
     """Where this rank's shards of sharded parameters rest while no unit needs them (stage 3)."""
 
     device: Literal["none", "cpu", "nvme"] = Field("none", description="none, cpu (host memory) or nvme (a disk)")
-    nvme_path: str | None = Field(
+    nvme_path: Folder | None = Field(
         None, description="an existing folder on a fast local disk", json_schema_extra=_ON_DISK
     )
     buffer_count: Positive = Field(

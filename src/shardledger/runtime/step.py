@@ -85,16 +85,18 @@ class Stepper:
             EngineStateError: on all ranks, when gradients are not finite and the plan says to raise, when too many
                 steps in a row were skipped, or when the loss scale cannot get smaller.
         """
-        executor.complete()
-        norm_of_sum, weight, present = self._agree(window.weight)
-        divisor = self.divisor(weight)
-        norm = norm_of_sum / divisor if divisor else 0.0
-        applied = math.isfinite(norm)
-        coefficient = min(1.0, window.clip_norm / (norm + 1e-6)) if window.clip_norm > 0 and applied else 1.0
-        blame = "" if applied else self._find_blame()
-        if applied:
-            self._update(executor, coefficient / divisor if divisor else 0.0, present)
-        self.discard()
+        try:
+            executor.complete()
+            norm_of_sum, weight, present = self._agree(window.weight)
+            divisor = self.divisor(weight)
+            norm = norm_of_sum / divisor if divisor else 0.0
+            applied = math.isfinite(norm)
+            coefficient = min(1.0, window.clip_norm / (norm + 1e-6)) if window.clip_norm > 0 and applied else 1.0
+            blame = "" if applied else self._find_blame()
+            if applied:
+                self._update(executor, coefficient / divisor if divisor else 0.0, present)
+        finally:
+            self.discard()  # an interrupted step has scaled some of them: none may come into the next one
         self._judge(applied, blame, window.step)
         return StepOutcome(norm, coefficient, applied, blame)
 
@@ -107,8 +109,6 @@ class Stepper:
         else:
             ready = TileStep(self.offload, self.optimizer, self._run_optimizer)
             ready.run(executor, self._pieces, present, partial(self._sum_of, factor))
-        for piece in self._pieces:
-            piece.values.grad = None
 
     def _sum_of(self, factor: float, flat: FlatParameters) -> torch.Tensor | None:
         """The scaled gradient of a flat, where its optimizer step is taken."""
@@ -197,6 +197,8 @@ class Stepper:
         """Forget the gradients of this accumulation window."""
         for gradients in self._gradients:
             gradients.clear()
+        for piece in self._pieces:
+            piece.values.grad = None
 
     def forget(self) -> None:
         """Drop everything that keeps tensors alive."""

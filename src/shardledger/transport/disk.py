@@ -221,7 +221,7 @@ def free_bytes(folder: Path) -> int:
 def full(folder: Path, wanted: int, free: int) -> DoesNotFitError:
     """The error for a disk that is too small."""
     left = sorted(str(entry.name) for entry in folder.parent.glob("shardledger-*") if entry != folder)
-    hint = f" Other runs keep files there, which lsof +L1 shows: {', '.join(left[:4])}." if left else ""
+    hint = f" Engines and ranks that keep files there (lsof +L1 shows them): {', '.join(left[:4])}." if left else ""
     return DoesNotFitError(
         f"offload to {folder.parent}: {wanted:,} bytes are wanted there and {free:,} are free.{hint} Free some, or name "
         f"another folder in nvme_path."

@@ -49,8 +49,8 @@ def claim_folder(path: str, wanted: int, transport: Transport, key: str) -> Path
     except ConfigError as error:
         problem = error
     row = torch.tensor([_FAILED if problem else where, float(wanted), float(free)], dtype=torch.float64)
-    rows = transport.exchange(row, f"comparison of {key}").tolist()
     try:
+        rows = transport.exchange(row, f"comparison of {key}").tolist()
         if problem is not None:
             raise problem
         failed = [rank for rank, other in enumerate(rows) if other[0] == _FAILED]
