@@ -77,6 +77,7 @@ class Parts:
     def at_hand(self, flats: Sequence[FlatParameters], *, write: bool = False) -> AbstractContextManager[None]:
         """Masters, shards and optimizer states of ``flats`` are at hand inside, wherever they rest; ``write``: changes
         are kept."""
+        self.usable()
         if self.offload is None:
             return nullcontext()
         if write and self.executor.shards is not None:
@@ -108,12 +109,19 @@ class Parts:
         if explain is not None:
             tell_shortage(error, lambda error: explain(error, phase))
 
+    def forward_begins(self, broken: bool) -> None:
+        """Refuse as ``usable`` does; clean up after a backward pass that died half-way (``broken``)."""
+        self.usable()
+        if broken:
+            self.abort()
+
     def backward_begins(self) -> None:
         """Note the phase, and refuse an unscaled loss in fp16.
 
         Raises:
-            EngineStateError: its gradients would be divided by a scale they never had.
+            EngineStateError: its gradients would be divided by a scale they never had, or states are away.
         """
+        self.usable()
         self.enter("backward")
         if self.scaling and not self.scaled:
             raise EngineStateError(
@@ -170,9 +178,9 @@ def assemble(site: Site) -> Parts:
         units,
         schedule,
         executor,
+        on_forward_begin=lambda broken: parts[0].forward_begins(broken),
         on_backward_begin=lambda: parts[0].backward_begins(),
         on_backward_end=lambda: parts[0].backward_ended(),
-        on_broken_pass=lambda: parts[0].abort(),
         on_failure=lambda error: parts[0].tell_shortage(error),
     )
     parts.append(
@@ -221,10 +229,12 @@ def take_apart(parts: Parts) -> None:
             gradients.remove_hooks()
         unit.gradients.clear()
         unit.flats.clear()
-    if parts.put_away is not None:
-        parts.put_away.drop()
-    if parts.offload is not None:
-        parts.offload.close()
+    try:
+        if parts.put_away is not None:
+            parts.put_away.end()
+    finally:
+        if parts.offload is not None:
+            parts.offload.close()
 
 
 def weights_of(units: Sequence[Unit]) -> list[torch.Tensor]:

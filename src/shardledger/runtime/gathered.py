@@ -67,7 +67,8 @@ class GatheredParameters(AbstractContextManager[None]):
         enabled: False makes the block do nothing.
 
     Raises:
-        EngineStateError: a backward pass is running, or (on leaving) parameters were edited without a modifier rank.
+        EngineStateError: a backward pass is running, states are away, or (on leaving) parameters were edited without a
+            modifier rank.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class GatheredParameters(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         for parts in self._engines():
-            if parts.schedule.in_backward:
+            if parts.usable().schedule.in_backward:
                 raise EngineStateError("GatheredParameters cannot be entered while a backward pass is running.")
             for unit in self._units(parts):
                 parts.executor.pin(unit)

@@ -26,17 +26,18 @@ class Hooks:
         schedule: Schedule,
         executor: Executor,
         *,
+        on_forward_begin: Callable[[bool], None],
         on_backward_begin: Callable[[], None],
         on_backward_end: Callable[[], None],
-        on_broken_pass: Callable[[], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
+        """``on_forward_begin`` is told whether an earlier backward pass died half-way."""
         self._units = units
         self._schedule = schedule
         self._executor = executor
+        self._on_forward_begin = on_forward_begin
         self._on_backward_begin = on_backward_begin
         self._on_backward_end = on_backward_end
-        self._on_broken_pass = on_broken_pass
         self._on_failure = on_failure
         self._complete = [0] * len(units)
         """Flats of each unit whose gradients are complete in the current backward pass."""
@@ -75,8 +76,8 @@ class Hooks:
             self._perform(self._schedule.gradients_complete(unit))
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if unit.index == 0 and self._schedule.in_backward and not _running_backward():
-            self._on_broken_pass()  # an earlier backward pass died half-way
+        # First: it may refuse, and then the schedule must not have moved.
+        self._on_forward_begin(unit.index == 0 and self._schedule.in_backward and not _running_backward())
         self._perform(self._schedule.pre_forward(unit.index, graph=torch.is_grad_enabled()))
         if not torch.is_grad_enabled() or unit.index == 0:
             return
