@@ -22,9 +22,12 @@ HERE = Path(__file__).resolve().parent
 
 
 def chosen(wanted: str) -> list[Contender]:
-    """Contenders whose label contains one of the comma-separated texts; all when there is none."""
-    texts = [text.strip().lower() for text in wanted.split(",") if text.strip()]
-    return [c for c in ALL if not texts or any(text in c.label.lower() for text in texts)]
+    """Contenders whose label is, or else contains, one of the comma-separated texts; all when there is none."""
+    labels = {c.label.lower(): c for c in ALL}
+    found = set()
+    for text in [text.strip().lower() for text in wanted.split(",") if text.strip()]:
+        found |= {text} if text in labels else {label for label in labels if text in label}
+    return [c for label, c in labels.items() if not wanted or label in found]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,7 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
     found: list[tuple[Case, list[Measured]]] = []
     begin = time.monotonic()
     for case in cases:
-        say = lambda text, case=case: print(f"{time.monotonic() - begin:6.0f} s  {case.title}: {text}", flush=True)  # noqa: E731
+
+        def say(text: str, title: str = case.title) -> None:
+            print(f"{time.monotonic() - begin:6.0f} s  {title}: {text}", flush=True)
+
         found.append((case, conduct(case, contenders, protocol, say)))
     written = report.write(asked.out, found, protocol, sorted(absent))
     print(report.markdown(found, protocol, sorted(absent)))

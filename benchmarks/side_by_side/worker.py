@@ -12,7 +12,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch._dynamo  # every engine loads these sooner or later, by ways of its own: they belong to all base lines
 import torch.distributed as dist
+import torch.distributed.fsdp
 
 from shardledger.workload import GPT, BatchSampler, BatchShape, GPTConfig, TextData, read_corpus
 from side_by_side import meters

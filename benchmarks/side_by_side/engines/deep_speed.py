@@ -39,7 +39,9 @@ class DeepSpeedTrainer:
         self.engine.save_checkpoint(folder, "measured")
 
     def load(self, folder: str) -> None:
-        self.engine.load_checkpoint(folder, "measured")
+        path, _ = self.engine.load_checkpoint(folder, "measured")
+        if path is None:
+            raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
 
     def close(self) -> None:
         self.engine.destroy()
