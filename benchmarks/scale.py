@@ -172,7 +172,8 @@ def document(results: list[tuple[Scale, list[dict[str, Any]]]], plans: list[dict
         f"one sequence of {TOKENS} tokens per rank, blocks recomputed, vocabulary {VOCABULARY:,}, tables untied. Bytes of one "
         "rank at the moment of its peak. Ours from dry runs, FSDP2 from its FSDPMemTracker on fake tensors.",
         "",
-        "| model | ranks | engine | peak | states | gathered and unreduced | activations, temporary | sent per step | peak in | took |",
+        "| model | ranks | engine | peak | states | gathered and unreduced | activations, temporary | sent per step "
+        "| peak in | took |",
         "|---|---:|---|---:|---:|---:|---:|---:|---|---:|",
     ]
     for case, rows in results:

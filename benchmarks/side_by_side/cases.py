@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-SEQUENCES, TOKENS = 2, 128
-"""Rows and tokens of one rank's micro-batch."""
 SEED = 0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Written out for every engine, because their defaults differ."""
 
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"layers": 2, "heads": 2, "width": 32, "context": TOKENS},
+    "tiny": {"layers": 2, "heads": 2, "width": 32, "context": 128},
     "3.4m": {"layers": 4, "heads": 4, "width": 256, "context": 512},
     "25m": {"layers": 8, "heads": 8, "width": 512, "context": 1024},
     "124m": {"layers": 17, "heads": 12, "width": 768, "context": 1024},
+    "1.3b": {"layers": 26, "heads": 16, "width": 2048, "context": 2048},
 }
 """Fields of ``shardledger.workload.GPTConfig``; the name is the number of parameters."""
 
@@ -60,16 +59,23 @@ class Case:
     """Timed steps of one turn."""
     alive: bool = True
     """Whether all engines stay in memory and take turns, or each starts anew for its turn because they do not fit."""
+    sequences: int = 2
+    """Rows of one rank's micro-batch."""
+    length: int = 128
+    """Tokens of a row."""
+    device: str = "cpu"
+    """``"cpu"`` (gloo) or ``"cuda"`` (NCCL)."""
 
     @property
     def title(self) -> str:
         """For headings."""
-        return f"{self.model} parameters, {self.world} ranks, {self.precision}"
+        ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
+        return f"{self.model} parameters, {ranks}, {self.precision}"
 
     @property
     def tokens(self) -> int:
         """Tokens of one step over all ranks."""
-        return SEQUENCES * TOKENS * self.world
+        return self.sequences * self.length * self.world
 
 
 def parameters(model: str) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import cProfile
+import io
 import logging
 import os
+import pstats
 import sys
 import time
 import traceback
@@ -18,7 +21,7 @@ import torch.distributed.fsdp
 
 from shardledger.workload import GPT, BatchSampler, BatchShape, GPTConfig, TextData, read_corpus
 from side_by_side import meters
-from side_by_side.cases import SEED, SEQUENCES, SHAPES, TOKENS, Case, Contender
+from side_by_side.cases import SEED, SHAPES, Case, Contender
 from side_by_side.engines import trainer_class
 
 TINY_TOKENS = 8
@@ -31,17 +34,15 @@ class Rank:
     def __init__(self, case: Case, contender: Contender) -> None:
         self.rank = int(os.environ["RANK"])
         made = trainer_class(contender)
-        meters.settle()
-        self.base = meters.resident_bytes()
-        meters.forget_peak()
-        dist.init_process_group("gloo")
+        self.meter = meters.meter_for(case.device)
+        dist.init_process_group("nccl" if case.device == "cuda" else "gloo")
         torch.manual_seed(SEED)
         model = GPT(GPTConfig(**SHAPES[case.model]))
-        self.trainer = made(model, contender, case.precision)
-        data = TextData(read_corpus(), TOKENS)
-        self.sampler = BatchSampler(data, BatchShape(micro=SEQUENCES, world=case.world), rank=self.rank, seed=SEED)
-        self.losses: list[float] = []
-        self.started: float | None = None
+        self.trainer = made(model, contender, case)
+        data = TextData(read_corpus(), case.length)
+        shape = BatchShape(micro=case.sequences, world=case.world)
+        self.sampler = BatchSampler(data, shape, rank=self.rank, seed=SEED)
+        self.losses: list[torch.Tensor] = []
 
     def answer(self, name: str, *arguments: Any) -> dict[str, Any]:
         """Run one request."""
@@ -51,17 +52,20 @@ class Rank:
     def do_first(self) -> dict[str, Any]:
         """The first step; ``at`` is the wall clock when it was done."""
         self._step()
+        self.meter.finish()
         return {"at": time.time()}
 
     def do_turn(self, untimed: int, timed: int) -> dict[str, Any]:
         """Some steps to warm caches, then timed ones. The steps meet in collectives, so no barrier is needed."""
         for _ in range(untimed):
             self._step()
+        self.meter.finish()
         counted = self.trainer.sent_bytes()
         wire = meters.loopback_bytes()
         begin = time.perf_counter()
         for _ in range(timed):
             self._step()
+        self.meter.finish()
         seconds = (time.perf_counter() - begin) / timed
         wire = meters.loopback_bytes() - wire
         now = self.trainer.sent_bytes()
@@ -72,16 +76,16 @@ class Rank:
         }
 
     def do_memory(self) -> dict[str, Any]:
-        """Peak resident set so far above that after the imports; then the transient bytes of one small step."""
-        peak = meters.peak_resident_bytes() - self.base
-        tokens = torch.zeros(1, TINY_TOKENS, dtype=torch.int64)
+        """Peak so far above what was there after the imports; then the transient bytes of one small step."""
+        peak = self.meter.peak_bytes()
+        tokens = torch.zeros(1, TINY_TOKENS, dtype=torch.int64).to(self.meter.device)
         self.trainer.step(tokens, tokens)
-        transient = meters.most_allocated(lambda: self.trainer.step(tokens, tokens))
+        transient = self.meter.most_allocated(lambda: self.trainer.step(tokens, tokens))
         return {"peak_bytes": peak, "transient_bytes": transient}
 
     def do_losses(self) -> dict[str, Any]:
         """Every loss so far."""
-        return {"losses": self.losses}
+        return {"losses": [float(loss) for loss in self.losses]}
 
     def do_save(self, folder: str) -> dict[str, Any]:
         """Save; seconds until the call returned."""
@@ -95,24 +99,31 @@ class Rank:
         self.trainer.load(folder)
         return {"seconds": time.perf_counter() - begin}
 
-    def do_profile(self, steps: int) -> dict[str, Any]:
-        """Function times of Python during some steps: the most expensive by own time."""
-        import cProfile
-        import io
-        import pstats
-
-        profiler = cProfile.Profile()
+    def do_python(self, steps: int) -> dict[str, Any]:
+        """CPU seconds of Python functions during some steps, the most expensive first."""
+        profiler = cProfile.Profile(time.thread_time)  # of this thread alone: other programs do not count
         profiler.enable()
         for _ in range(steps):
             self._step()
         profiler.disable()
         text = io.StringIO()
-        pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(40)
+        pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(45)
         return {"text": text.getvalue()}
+
+    def do_trace(self, steps: int, file: str) -> dict[str, Any]:
+        """Chrome trace of some steps, of rank 0 in ``file``; its operators by own time as text."""
+        with torch.profiler.profile() as profiler:
+            for _ in range(steps):
+                self._step()
+        if self.rank == 0:
+            profiler.export_chrome_trace(file)
+        by = "self_cuda_time_total" if self.meter.device == "cuda" else "self_cpu_time_total"
+        return {"text": profiler.key_averages().table(sort_by=by, row_limit=30)}
 
     def _step(self) -> None:
         ((tokens, targets),) = self.sampler.next_batch()
-        self.losses.append(float(self.trainer.step(tokens, targets)))
+        device = self.meter.device
+        self.losses.append(self.trainer.step(tokens.to(device), targets.to(device)))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Protocol
 
-from side_by_side.cases import Contender
+from side_by_side.cases import Case, Contender
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -17,7 +17,7 @@ _MODULES = {"shardledger": "ours", "DDP": "ddp", "DDP+ZeRO": "ddp", "FSDP2": "fs
 class Trainer(Protocol):
     """What an engine must be able to do to be measured."""
 
-    def __init__(self, model: nn.Module, contender: Contender, precision: str) -> None:
+    def __init__(self, model: nn.Module, contender: Contender, case: Case) -> None:
         """Take over ``model`` (fp32, on CPU, the same on every rank). The process group exists."""
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from side_by_side.cases import ADAMW, Contender
+from side_by_side.cases import ADAMW, Case, Contender
 
 
 class DDPTrainer:
     """See ``Trainer``. Rank 0 writes one file; with sharded states it collects them first."""
 
-    def __init__(self, model: nn.Module, contender: Contender, precision: str) -> None:
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.autocast = precision == "bf16"
+    def __init__(self, model: nn.Module, contender: Contender, case: Case) -> None:
+        self.model = DistributedDataParallel(model.to(case.device), gradient_as_bucket_view=True)
+        self.device = case.device
+        self.autocast = case.precision == "bf16"
         self.optimizer: Any
         if contender.engine == "DDP":
             self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
@@ -30,7 +31,7 @@ class DDPTrainer:
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.autocast):
             loss: Tensor = self.model(tokens, targets)
         loss.backward()
         self.optimizer.step()

@@ -8,19 +8,19 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from side_by_side.cases import ADAMW, SEQUENCES, Contender
+from side_by_side.cases import ADAMW, Case, Contender
 
 
 class DeepSpeedTrainer:
     """See ``Trainer``."""
 
-    def __init__(self, model: nn.Module, contender: Contender, precision: str) -> None:
+    def __init__(self, model: nn.Module, contender: Contender, case: Case) -> None:
         config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": SEQUENCES,
+            "train_micro_batch_size_per_gpu": case.sequences,
             "gradient_clipping": 0.0,  # the default clips at 1.0
             "zero_optimization": {"stage": contender.stage},
             "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": precision == "bf16"},
+            "bf16": {"enabled": case.precision == "bf16"},
             "steps_per_print": 1_000_000,
         }
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)

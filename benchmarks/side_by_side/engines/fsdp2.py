@@ -9,17 +9,20 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from side_by_side.cases import ADAMW, Contender
+from side_by_side.cases import ADAMW, Case, Contender
 
 
 class FSDP2Trainer:
     """See ``Trainer``. Variant ``kept`` leaves blocks gathered between forward and backward."""
 
-    def __init__(self, model: nn.Module, contender: Contender, precision: str) -> None:
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    def __init__(self, model: nn.Module, contender: Contender, case: Case) -> None:
+        mesh = init_device_mesh(case.device, (torch.distributed.get_world_size(),))
         # bf16 reduces in bf16, FSDP2's default and fastest; masters and moments are fp32.
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if precision == "bf16" else MixedPrecisionPolicy()
+        policy = (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16) if case.precision == "bf16" else MixedPrecisionPolicy()
+        )
         again = contender.variant == "resharded"
+        model = model.to(case.device)
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
         self.model = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=again)

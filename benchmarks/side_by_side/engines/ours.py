@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 import shardledger as sl
-from side_by_side.cases import ADAMW, SEQUENCES, Contender
+from side_by_side.cases import ADAMW, Case, Contender
 
 initialize = sl.initialize  # the package's names are lazy, and imports belong to the base line
 
@@ -13,14 +13,14 @@ initialize = sl.initialize  # the package's names are lazy, and imports belong t
 class ShardledgerTrainer:
     """See ``Trainer``."""
 
-    def __init__(self, model: nn.Module, contender: Contender, precision: str) -> None:
+    def __init__(self, model: nn.Module, contender: Contender, case: Case) -> None:
         config = {
-            "train_micro_batch_size_per_gpu": SEQUENCES,
+            "train_micro_batch_size_per_gpu": case.sequences,
             "zero_optimization": {"stage": contender.stage},
             "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
-            "bf16": {"enabled": precision == "bf16"},
+            "bf16": {"enabled": case.precision == "bf16"},
         }
-        self.engine = initialize(model=model, config=config, device="cpu")[0]
+        self.engine = initialize(model=model, config=config, device=case.device)[0]
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.engine(tokens, targets)
