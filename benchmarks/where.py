@@ -20,14 +20,18 @@ def main() -> None:
     parser.add_argument("--case", default="3.4m parameters, 2 ranks, fp32", help="a title of the benchmark's tables")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--trace", default=None, help="file for the Chrome trace")
+    parser.add_argument("--brief", action="store_true", help="only the times of a step")
     asked = parser.parse_args()
     contender = next(c for c in ALL if c.label.lower() == asked.engine.lower())
     case = next(c for c in (*FULL, *SMOKE) if c.title == asked.case)
     crew = Crew(case, contender)
     try:
         crew.ask("first")
-        seconds = max(answer["seconds"] for answer in crew.ask("turn", 3, asked.steps))
-        print(f"{contender.label}, {case.title}: {seconds * 1e3:.1f} ms a step")
+        turn = crew.ask("turn", 3, asked.steps)[0]
+        times = {name: f"{turn[name] * 1e3:.1f} ms" for name in ("seconds", "thread_cpu_s", "process_cpu_s")}
+        print(f"{contender.label}, {case.title}, one step: {times}")
+        if asked.brief:
+            return
         print(crew.ask("python", asked.steps)[0]["text"])
         with tempfile.TemporaryDirectory() as folder:
             file = asked.trace or os.path.join(folder, "trace.json")

@@ -22,6 +22,10 @@ class Measured:
     contender: Contender
     seconds: list[float] = field(default_factory=list)
     """Of one step, of the slowest rank."""
+    thread_cpu_s: list[float] = field(default_factory=list)
+    """CPU seconds of one step in the thread that trains, of the busiest rank; other programs do not count."""
+    process_cpu_s: list[float] = field(default_factory=list)
+    """The same of all threads of a rank: communication too."""
     wire_bytes: list[float] = field(default_factory=list)
     """Sent over loopback per step and rank, headers and all."""
     counted_bytes: list[float] = field(default_factory=list)
@@ -134,6 +138,8 @@ def _start(case: Case, one: Measured) -> Crew:
 def _turn(crew: Crew, case: Case, one: Measured, untimed: int) -> None:
     answers = crew.ask("turn", untimed, case.steps)
     one.seconds.append(max(a["seconds"] for a in answers))
+    one.thread_cpu_s.append(max(a["thread_cpu_s"] for a in answers))
+    one.process_cpu_s.append(max(a["process_cpu_s"] for a in answers))
     one.wire_bytes.append(max(a["wire_bytes"] for a in answers) / case.world)  # the interface counts for all ranks
     counts = [a["counted_bytes"] for a in answers if a["counted_bytes"] is not None]
     if counts:

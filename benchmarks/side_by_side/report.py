@@ -98,7 +98,7 @@ def table(case: Case, rows: Sequence[Measured]) -> list[str]:
     """One case."""
     problems = disagreements(case, rows)
     notes = [f"No ratios: the engines did not train alike. {problem}." for problem in problems]
-    head = ["engine", "tokens/s", "speed / DDP", "peak RSS", "transient", "B / parameter", "sent", "on the wire"]
+    head = ["engine", "tokens/s", "speed / DDP", "CPU / step", "peak RSS", "transient", "B / parameter", "sent", "on the wire"]
     head += ["save", "load", "start"]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
     for row in rows:
@@ -110,6 +110,7 @@ def table(case: Case, rows: Sequence[Measured]) -> list[str]:
             row.contender.label,
             f"{case.tokens / spread(row.seconds).middle:.0f}",
             "" if problems or relative is None else str(relative),
+            f"{spread(row.process_cpu_s).middle * 1e3:.0f} ms" if row.process_cpu_s else "",
             _mb(row.peak_bytes),
             _mb(row.transient_bytes),
             f"{row.transient_bytes / largest_unit(case.model):.1f}",

@@ -62,15 +62,18 @@ class Rank:
         self.meter.finish()
         counted = self.trainer.sent_bytes()
         wire = meters.loopback_bytes()
-        begin = time.perf_counter()
+        begin, thread, process = time.perf_counter(), time.thread_time(), time.process_time()
         for _ in range(timed):
             self._step()
         self.meter.finish()
         seconds = (time.perf_counter() - begin) / timed
+        thread, process = time.thread_time() - thread, time.process_time() - process
         wire = meters.loopback_bytes() - wire
         now = self.trainer.sent_bytes()
         return {
             "seconds": seconds,
+            "thread_cpu_s": thread / timed,
+            "process_cpu_s": process / timed,
             "wire_bytes": wire / timed,
             "counted_bytes": None if now is None or counted is None else (now - counted) / timed,
         }
