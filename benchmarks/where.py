@@ -1,6 +1,6 @@
 """Where one engine's step goes: Python functions by own time, operators by own time, and a Chrome trace of rank 0.
 
-    python benchmarks/where.py --engine "shardledger stage 2" --case "25m parameters, 2 ranks, fp32" --trace step.json
+python benchmarks/where.py --engine "shardledger stage 2" --case "25m parameters, 2 ranks, fp32" --trace step.json
 """
 
 from __future__ import annotations

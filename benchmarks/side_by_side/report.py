@@ -98,7 +98,17 @@ def table(case: Case, rows: Sequence[Measured]) -> list[str]:
     """One case."""
     problems = disagreements(case, rows)
     notes = [f"No ratios: the engines did not train alike. {problem}." for problem in problems]
-    head = ["engine", "tokens/s", "speed / DDP", "CPU / step", "peak RSS", "transient", "B / parameter", "sent", "on the wire"]
+    head = [
+        "engine",
+        "tokens/s",
+        "speed / DDP",
+        "CPU / step",
+        "peak RSS",
+        "transient",
+        "B / parameter",
+        "sent",
+        "on the wire",
+    ]
     head += ["save", "load", "start"]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
     for row in rows:
