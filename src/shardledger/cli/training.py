@@ -14,6 +14,7 @@ from shardledger.cli.predicted import predict_ledgers
 from shardledger.cli.run_checkpoints import RunCheckpoints
 from shardledger.cli.settings import RunSettings
 from shardledger.cli.stop import StopRequest
+from shardledger.cli.trace import traced
 from shardledger.telemetry import CATEGORIES, JsonLinesSink, RunFolder, SinkGroup, console_sink, print_ledger
 from shardledger.workload import (
     GPT,
@@ -68,9 +69,10 @@ def train(settings: RunSettings, folder: RunFolder, device: str, source: tuple[P
         checkpoints = RunCheckpoints(engine, folder, group)
         begin = checkpoints.load(source, sampler) if source is not None else 0
         loop = TrainingLoop(engine, text, sampler, group)
-        first, last = loop.run(
-            settings.options.steps, settings.eval_every, begin=begin, checkpoints=checkpoints, stop=stop
-        )
+        with traced(engine, settings.options.trace):
+            first, last = loop.run(
+                settings.options.steps, settings.eval_every, begin=begin, checkpoints=checkpoints, stop=stop
+            )
     ledgers = gather_ledgers(engine)
     stage, config = engine.zero_optimization_stage(), engine.config
     state = engine.state_dict()
