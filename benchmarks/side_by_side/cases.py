@@ -92,8 +92,8 @@ def _both(model: str, world: int, steps: int, alive: bool = True) -> list[Case]:
 
 FULL = [*_both("3.4m", 2, 8), *_both("25m", 2, 3), *_both("25m", 4, 2), *_both("124m", 2, 2, alive=False)]
 QUICK = [
-    Case(model="3.4m", world=2, precision="fp32", steps=6),
-    Case(model="25m", world=2, precision="fp32", steps=2),
+    Case(model="3.4m", world=2, precision="fp32", steps=5),
+    Case(model="25m", world=2, precision="fp32", steps=1),
 ]
 SMOKE = [Case(model="tiny", world=2, precision="fp32", steps=2)]
 SETS = {"full": FULL, "quick": QUICK, "smoke": SMOKE}
