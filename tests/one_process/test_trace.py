@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import shardledger as sl
-from shardledger.cli.trace import check_trace, traced
+from shardledger.cli.trace import Trace, check_trace
 from shardledger.errors import ConfigError
 from shardledger.telemetry.trace import Spans
 from shardledger.workload import GPT, GPTConfig
@@ -25,7 +25,7 @@ def train(path):
     engine = sl.initialize(model=model, config=CONFIG, device="cpu")[0]
     tokens = torch.arange(16).view(2, 8)
     losses = []
-    with traced(engine, path):
+    with Trace(engine, path):
         for _ in range(2):
             loss = engine(tokens, tokens)
             engine.backward(loss)
@@ -56,7 +56,7 @@ def test_a_trace_names_phases_units_collectives_and_the_optimizer(tmp_path, caps
 
 def test_a_trace_is_written_also_when_the_run_fails(tmp_path):
     engine = sl.initialize(model=torch.nn.Linear(2, 1), config=CONFIG, device="cpu")[0]
-    with pytest.raises(ZeroDivisionError), traced(engine, str(tmp_path / "trace.json")):
+    with pytest.raises(ZeroDivisionError), Trace(engine, str(tmp_path / "trace.json")):
         engine(torch.ones(1, 2))
         raise ZeroDivisionError
     engine.destroy()
@@ -75,7 +75,7 @@ def test_a_repeated_forward_of_the_model_s_own_is_marked(tmp_path):
             return x.sum()
 
     engine = sl.initialize(model=Stack(), config=CONFIG, device="cpu")[0]
-    with traced(engine, str(tmp_path / "trace.json")):
+    with Trace(engine, str(tmp_path / "trace.json")):
         engine.backward(engine(torch.ones(1, 4, requires_grad=True)))
         engine.step()
     engine.destroy()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardledger.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardledger.runtime.tracing import Tracer
 
 
 def check_trace(path: str | None) -> None:
@@ -17,21 +18,30 @@ def check_trace(path: str | None) -> None:
         raise ConfigError(f"--trace {path}: {what}; name a file, as in --trace trace.json.")
 
 
-@contextmanager
-def traced(engine: Any, path: str | None) -> Iterator[None]:
-    """Record the block on rank 0 and write ``path`` at its end, also when it raises; without ``path`` do nothing."""
-    if path is None or engine.rank != 0:
-        yield
-        return
-    from shardledger.runtime.tracing import Tracer
-    from shardledger.telemetry.trace import Spans
+class Trace:
+    """Records rank 0 from now on, and writes ``path`` when its block ends, also by an exception; None records nothing.
 
-    spans = Spans()
-    tracer = Tracer(engine, spans)
-    try:
-        yield
-    finally:
-        tracer.detach()
-        spans.write(path, f"rank 0 of {engine.world}, stage {engine.zero_optimization_stage()}")
+    Make it before anything else wraps the engine's transport for a while: what wraps first is what stays.
+    """
+
+    def __init__(self, engine: Any, path: str | None) -> None:
+        self._path = path
+        self._title = f"rank 0 of {engine.world}, stage {engine.zero_optimization_stage()}"
+        self._tracer: Tracer | None = None
+        if path is not None and engine.rank == 0:
+            from shardledger.runtime.tracing import Tracer
+            from shardledger.telemetry.trace import Spans
+
+            self._tracer = Tracer(engine, Spans())
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._tracer is None or self._path is None:
+            return
+        self._tracer.detach()
+        spans = self._tracer.spans
+        spans.write(self._path, self._title)
         dropped = f" ({spans.dropped:,} later spans did not fit)" if spans.dropped else ""
-        print(f"trace of rank 0: {path}{dropped}", flush=True)
+        print(f"trace of rank 0: {self._path}{dropped}", flush=True)
