@@ -1,20 +1,16 @@
 """The few things a checkpoint does with a file system. A test replaces them by ones that fail.
 
-Every method that writes returns when the bytes are on the disk, not only in the system's cache.
+Every method that writes, but ``write_tensors``, returns when the bytes are on the disk, not only in the system's cache.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-
-_CHUNK_BYTES = 1 << 23
+from shardledger.checkpoint.stream import crc32_of_file, write_parts
 
 
 class Files:
@@ -31,24 +27,18 @@ class Files:
             file.flush()
             os.fsync(file.fileno())
 
-    def write_tensors(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a safetensors file; it reaches the disk with ``settle``."""
-        save_file(dict(tensors), path)
+    def write_tensors(self, path: Path, parts: Sequence[memoryview]) -> None:
+        """Write the parts of a safetensors file one after the other; it reaches the disk with ``settle``."""
+        write_parts(path, parts)
 
     def settle(self, path: Path) -> None:
         """Bring a file to the disk."""
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
-    def digest(self, path: Path) -> tuple[int, str]:
-        """Size in bytes and sha256 of a file, in 8 MiB of memory."""
-        digest, size = hashlib.sha256(), 0
-        buffer = memoryview(bytearray(_CHUNK_BYTES))
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-                size += count
-        return size, digest.hexdigest()
+    def check(self, path: Path) -> tuple[int, str]:
+        """Size in bytes and CRC-32 of a file."""
+        return crc32_of_file(path)
 
     def sync_folder(self, path: Path) -> None:
         """Bring a folder's list of names to the disk."""

@@ -98,11 +98,11 @@ class Load:
         for index, record in enumerate(manifest.files):
             if index * world // count != rank:
                 continue
-            size, digest = self._files.digest(path / record.name)
-            if (size, digest) != (record.bytes, record.sha256):
+            size, check = self._files.check(path / record.name)
+            if (size, check) != (record.bytes, record.crc32):
                 raise CheckpointError(
-                    f"{path / record.name} is damaged: {size} bytes with sha256 {digest[:12]}…, it was written with "
-                    f"{record.bytes} bytes and {record.sha256[:12]}…. Use another checkpoint."
+                    f"{path / record.name} is damaged: {size} bytes with checksum {check}, it was written with "
+                    f"{record.bytes} bytes and {record.crc32}. Use another checkpoint."
                 )
         known = any(record.name == SHARED_NAME for record in manifest.files)
         values: dict[str, Any] = unpack(path / SHARED_NAME) if known else {}

@@ -92,7 +92,8 @@ class FileRecord:
     name: str
     """Relative to the checkpoint, with forward slashes."""
     bytes: int
-    sha256: str
+    crc32: str
+    """Checksum of the file, eight hexadecimal digits."""
     entries: tuple[Entry, ...] = ()
 
 
@@ -247,7 +248,7 @@ def _file(plain: Mapping[str, Any]) -> FileRecord:
         )
         for e in plain["entries"]
     )
-    return FileRecord(name=name, bytes=int(plain["bytes"]), sha256=plain["sha256"], entries=entries)
+    return FileRecord(name=name, bytes=int(plain["bytes"]), crc32=str(plain["crc32"]), entries=entries)
 
 
 def _optimizer(plain: Mapping[str, Any] | None) -> OptimizerRecord | None:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from shardledger.checkpoint.manifest import BUFFER, MODEL_CONFIG_NAME
+from shardledger.checkpoint.stream import Promise, write_safetensors
 from shardledger.checkpoint.tools.find import Stored
-from shardledger.checkpoint.tools.stream import Promise, write_safetensors
 from shardledger.checkpoint.tools.tensors import StoredTensors, dtype_named
 from shardledger.errors import CheckpointError
 
