@@ -5,12 +5,20 @@ Every method that writes, but ``write_tensors``, returns when the bytes are on t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from shardledger.checkpoint.stream import crc32_of_file, write_parts
+from shardledger.checkpoint.stream import crc32_of_file, naming, write_parts
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 class Files:
@@ -22,7 +30,7 @@ class Files:
 
     def write(self, path: Path, content: bytes) -> None:
         """Write a whole file and bring it to the disk."""
-        with path.open("wb") as file:
+        with path.open("wb") as file, naming(path):
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -33,7 +41,7 @@ class Files:
 
     def settle(self, path: Path) -> None:
         """Bring a file to the disk."""
-        with path.open("rb") as file:
+        with path.open("rb") as file, naming(path):
             os.fsync(file.fileno())
 
     def check(self, path: Path) -> tuple[int, str]:
@@ -56,4 +64,40 @@ class Files:
 
     def remove(self, path: Path) -> None:
         """Remove a folder and everything in it."""
-        shutil.rmtree(path)
+        with contextlib.suppress(FileNotFoundError):  # another engine that saves here has removed it too
+            shutil.rmtree(path)
+
+    def lock(self, path: Path) -> int:
+        """Mark a folder as in use, until ``unlock`` or the end of this process; a number for ``unlock``.
+
+        Raises:
+            BlockingIOError: it is in use.
+        """
+        if fcntl is None:
+            return -1
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise
+        except OSError:  # some network file systems cannot: then nothing tells two runs apart
+            os.close(handle)
+            return -1
+        return handle
+
+    def unlock(self, handle: int) -> None:
+        """End what ``lock`` began."""
+        if handle >= 0 and fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone leaves it to processes that were forked meanwhile
+            os.close(handle)
+
+    def in_use(self, path: Path) -> bool:
+        """Whether somebody holds a folder's ``lock``."""
+        try:
+            self.unlock(self.lock(path))
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            return False
+        return False

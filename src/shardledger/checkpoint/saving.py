@@ -97,8 +97,10 @@ class Save:
         self._begin = time.perf_counter()
         self._blocked_s = 0.0
         self._head: Manifest | None = None
-        self._written: bytes = b""
-        self._collected = False
+        self._untold: bytes | None = b""
+        """What this rank has written, for the manifest; None when rank 0 knows."""
+        self._lock: int | None = None
+        """Rank 0's, of the draft; None when there is no draft of ours."""
         self._size = 0
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -119,7 +121,8 @@ class Save:
         others = meeting.together("description", lambda: self._describe(seen, rows))
         assert others is not None
         try:
-            meeting.together("preparation", lambda: prepare(self._files, self.place), ranks=range(1))
+            lock = meeting.together("preparation", lambda: prepare(self._files, self.place), ranks=range(1))
+            self._lock = lock
             if staging is not None:
                 units = meeting.together("copy", lambda: [staging.copy(i, self._unit(i)) for i in self._units()])
                 assert units is not None
@@ -157,7 +160,7 @@ class Save:
         begin = time.perf_counter()
         self.join()
         try:
-            if self._collected:
+            if self._untold is None:
                 self._close()
             else:
                 self._collect()
@@ -231,7 +234,7 @@ class Save:
                 writer.content(MODEL_CONFIG_NAME, others.model_config.encode())
             records = writer.close()
             part = {"files": [asdict(record) for record in records], "numbers": others.numbers}
-            self._written = json.dumps(part).encode()
+            self._untold = json.dumps(part).encode()
         except Exception as error:  # noqa: BLE001 - it is raised again on all ranks
             writer.cancel()
             self._error = error
@@ -242,8 +245,9 @@ class Save:
         """All have written: rank 0 publishes, now or in a thread."""
         meeting = self._meeting
         meeting.agree("writing", self._error)
-        written = meeting.collect(self._written, "what was written")
-        self._collected = True
+        assert self._untold is not None
+        written = meeting.collect(self._untold, "what was written")
+        self._untold = None
         if meeting.rank == 0 and self._staging is not None:
             self._in_thread(lambda: self._publish(written))
         elif meeting.rank == 0:
@@ -281,6 +285,7 @@ class Save:
         if problems:
             raise CheckpointError(f"an engine bug, nothing was published: {'; '.join(problems[:5])}. Please report it.")
         publish(self._files, self.place, manifest, latest=self._options.latest)
+        self._unlock()
         try:
             remove_surplus(self._files, surplus(self.place.parent, self._options.keep_last, self._options.keep_every))
         except OSError as error:
@@ -291,8 +296,14 @@ class Save:
 
     def _give_up(self) -> None:
         self.join()
-        if self._meeting.rank == 0:
+        if self._lock is not None:
             abandon(self._files, self.place)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._files.unlock(self._lock)
+        self._lock = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -75,7 +76,7 @@ def write_safetensors(
         CheckpointError: a tensor is not what was promised, or of a dtype that the format does not have.
     """
     header = _header([(promise.key, promise.shape, promise.dtype) for promise in promises], metadata)
-    with path.open("xb", buffering=0) as file:  # never into a file that somebody, perhaps a promise, has mapped
+    with path.open("xb", buffering=0) as file, naming(path):  # never into a file that somebody, perhaps a promise, has mapped
         out = _Out(file)
         check = out.write(header, 0)
         for promise in promises:
@@ -103,11 +104,21 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[memoryview]:
 
 def write_parts(path: Path, parts: Iterable[memoryview]) -> None:
     """Write a file; the disk has begun with it when this returns, and has not ended."""
-    with path.open("wb", buffering=0) as file:
+    with path.open("wb", buffering=0) as file, naming(path):
         out = _Out(file)
         for part in parts:
             out.write(part)
         out.begin()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the system say which file they are about; those of an open one do not by themselves."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def crc32_of(parts: Iterable[bytes | memoryview]) -> str:

@@ -34,7 +34,7 @@ def verify(stored: Stored) -> Verdict:
     problems: list[str] = []
     damaged: list[str] = []
     for record in stored.manifest.files:
-        found = _file_problems(stored.folder / record.name, record)
+        found = file_problems(stored.folder / record.name, record)
         problems += found
         damaged += [record.name] if found else []
     problems += coverage_problems(stored.manifest)
@@ -49,7 +49,8 @@ def verify(stored: Stored) -> Verdict:
     )
 
 
-def _file_problems(path: Path, record: FileRecord) -> list[str]:
+def file_problems(path: Path, record: FileRecord) -> list[str]:
+    """What is wrong with one file, one sentence each. Memory: one MiB."""
     if not path.is_file():
         return [f"{record.name} is missing"]
     size = path.stat().st_size
