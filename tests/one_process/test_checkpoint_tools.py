@@ -295,9 +295,10 @@ def test_export_takes_a_config_and_can_leave_tied_names_out(shell, run_folder, t
     assert "table.weight" in state and "head.weight" not in state
 
 
-def test_a_failed_export_leaves_nothing(shell, copy, tmp_path):
+@pytest.mark.parametrize("damage", [damage_byte, Path.unlink])
+def test_damaged_weights_are_not_exported_and_nothing_is_left(shell, copy, tmp_path, damage):
     damaged = next(record for record in manifest_of(copy).files if record.entries)
-    (copy / damaged.name).unlink()
+    damage(copy / damaged.name)
     code, _, err = shell("export", copy, tmp_path / "out")
     assert code == 1 and damaged.name in err
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))

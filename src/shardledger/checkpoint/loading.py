@@ -81,7 +81,7 @@ class Load:
         with CheckpointReader(path, manifest, fit.names) as reader:
             meeting.together("reading", lambda: self._read(reader, manifest, fit))
             state.share_weights()
-        meeting.together("the rest", lambda: self._rest(path, manifest, fit, values))
+            meeting.together("the rest", lambda: self._rest(path, reader, fit, values))
         seconds = time.perf_counter() - begin
         self.report = LoadReport(
             path=str(path),
@@ -91,6 +91,11 @@ class Load:
             elements_read=reader.elements_read,
         )
         return str(path), dict(values.get("client_state", {}))
+
+    def _same(self, manifest: Manifest) -> bool:
+        """Whether as many ranks with the same plan saved it."""
+        plan = self._state.plan
+        return (manifest.world, manifest.plan_fingerprint) == (plan.world, plan.fingerprint)
 
     def _check(self, path: Path, manifest: Manifest) -> dict[str, Any]:
         """Compare this rank's share of the files with their checksums; returns the values of ``shared.pt``."""
@@ -108,13 +113,18 @@ class Load:
         values: dict[str, Any] = unpack(path / SHARED_NAME) if known else {}
         if self._options.scheduler and not self._options.module_only:
             check_scheduler(_scheduler_state(manifest, values), self._state)
+        if manifest.window and self._states:
+            self._state.check_window(manifest.window, same=self._same(manifest))
         return values
 
+    @property
+    def _states(self) -> bool:
+        return self._options.optimizer and not self._options.module_only
+
     def _read(self, reader: CheckpointReader, manifest: Manifest, fit: Fit) -> None:
-        states = self._options.optimizer and not self._options.module_only
         for unit in range(len(self._state.plan.units)):
             self._state.read_weights(unit, reader)
-            if states:
+            if self._states:
                 self._state.read_states(unit, reader)
             reader.close()  # memory-mapped pages count as this process's memory for as long as a file is open
         buffers = dict(self._state.buffers())
@@ -124,9 +134,9 @@ class Load:
             reader.read_of(name, BUFFER, Interval(0, buffer.numel()), flat)
             buffer.detach().copy_(flat.view(buffer.shape))
 
-    def _rest(self, path: Path, manifest: Manifest, fit: Fit, values: Mapping[str, Any]) -> None:
+    def _rest(self, path: Path, reader: CheckpointReader, fit: Fit, values: Mapping[str, Any]) -> None:
         """What is not sharded. Random numbers last, so that nothing here draws from them."""
-        state, options = self._state, self._options
+        state, options, manifest = self._state, self._options, reader.manifest
         state.set_extra_states(values.get("extra_states", {}))
         own = self._meeting.rank if self._meeting.world == manifest.world else None
         if own is not None:
@@ -151,6 +161,8 @@ class Load:
         state.set_counters(manifest.counters)
         if manifest.loss_scale is not None:
             state.set_loss_scale(manifest.loss_scale)
+        if manifest.window and options.optimizer:
+            state.read_window(manifest.window, reader, same=self._same(manifest))
         self._position_and_random(path, manifest)
 
     def _own_buffers(self, file: Path, manifest: Manifest, rank: int) -> None:

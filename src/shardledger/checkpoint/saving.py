@@ -214,6 +214,7 @@ class Save:
             shared=pack(shared, "client_state") if rank == 0 else None,
             model_config=state.model_config() if rank == 0 else None,
             numbers=state.numbers(),
+            window=state.window(),
         )
 
     def _write(self, units: Iterable[list[Held]], others: _Others) -> None:
@@ -233,7 +234,7 @@ class Save:
             if others.model_config is not None:
                 writer.content(MODEL_CONFIG_NAME, others.model_config.encode())
             records = writer.close()
-            part = {"files": [asdict(record) for record in records], "numbers": others.numbers}
+            part = {"files": [asdict(record) for record in records], "numbers": others.numbers, "window": others.window}
             self._untold = json.dumps(part).encode()
         except Exception as error:  # noqa: BLE001 - it is raised again on all ranks
             writer.cancel()
@@ -276,11 +277,14 @@ class Save:
         assert self._head is not None and self._head.optimizer is not None
         files: list[FileRecord] = []
         numbers: dict[str, Any] = {}
+        windows: list[Mapping[str, Any]] = []
         for content in written:
             part = json.loads(content)
             files += parse_files(part["files"])
             numbers |= part["numbers"]
-        manifest = replace(self._head, files=tuple(files), optimizer=replace(self._head.optimizer, values=numbers))
+            windows += [part["window"]] if part["window"] else []
+        optimizer = replace(self._head.optimizer, values=numbers)
+        manifest = replace(self._head, files=tuple(files), optimizer=optimizer, window=tuple(windows))
         problems = coverage_problems(manifest)
         if problems:
             raise CheckpointError(f"an engine bug, nothing was published: {'; '.join(problems[:5])}. Please report it.")
@@ -324,6 +328,7 @@ class _Others:
     shared: bytes | None
     model_config: str | None
     numbers: Mapping[str, Mapping[str, Any]]
+    window: Mapping[str, Any] | None
 
 
 def _head(state: TrainingState, options: SaveOptions, data: Any) -> tuple[Manifest, dict[str, Any]]:

@@ -76,7 +76,10 @@ def write_safetensors(
         CheckpointError: a tensor is not what was promised, or of a dtype that the format does not have.
     """
     header = _header([(promise.key, promise.shape, promise.dtype) for promise in promises], metadata)
-    with path.open("xb", buffering=0) as file, naming(path):  # never into a file that somebody, perhaps a promise, has mapped
+    with (
+        path.open("xb", buffering=0) as file,
+        naming(path),
+    ):  # never into a file that somebody, perhaps a promise, has mapped
         out = _Out(file)
         check = out.write(header, 0)
         for promise in promises:

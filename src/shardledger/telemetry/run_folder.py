@@ -58,7 +58,9 @@ class RunFolder:
             with tempfile.TemporaryFile(dir=self.path):
                 pass  # a folder that is there may still be one that nobody can write to
         except OSError as error:
-            raise ConfigError(f"the run folder {self.path} cannot be written: {error.strerror or error}.") from error
+            raise ConfigError(
+                f"the run folder {self.path} cannot be made or written: {error.strerror or error}."
+            ) from error
 
     def forget_after(self, step: int) -> None:
         """Drop the records of steps after ``step``: a run that goes on from there takes them again."""
