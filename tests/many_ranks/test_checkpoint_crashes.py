@@ -1,4 +1,4 @@
-"""Whatever happens during a save, the last complete checkpoint loads and the next save works."""
+"""B48, B49: whatever happens during a save, the last complete checkpoint loads and the next save works."""
 
 from __future__ import annotations
 
