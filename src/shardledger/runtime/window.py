@@ -69,6 +69,7 @@ def position(parts: Parts, loss_scale: float) -> Window | None:
 def held_gradients(unit: Unit, rank: int) -> Iterator[tuple[Portion, torch.Tensor]]:
     """What this rank writes of a unit's gradients, as views."""
     for g in unit.gradients:
+        g.settle()
         sums = [(SUM, g.reduced_shard())] if g.has_sum and g.partial is None else []
         if g.partial is not None:
             sums = [(f"{TREE}{count}", part) for count, part in g.partial.parts]
