@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (0, "fp32", {"edited": True}),
     (1, "fp32", {"edited": True}),
     *((stage, "fp32", {"reproducible": True}) for stage in (0, 3)),
+    (2, "bf16", {"home": "nvme"}),
+    (1, "fp32", {"home": "cpu"}),
 ]
 
 
@@ -29,7 +32,9 @@ def start(stage, precision, more, micro=1, seed=0):
     import shardledger as sl
 
     _, world = place()
-    settings = config(stage, optimizer="AdamW", lr=0.05, precision=precision, gradient_clipping=0.5)
+    home = {"device": more.get("home", "none"), "nvme_path": tempfile.gettempdir()}
+    zero = {"offload_optimizer": home} if "home" in more else {}
+    settings = config(stage, optimizer="AdamW", lr=0.05, precision=precision, gradient_clipping=0.5, zero=zero)
     settings |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": SAMPLES // (micro * world)}
     settings["fp16"] = {"enabled": precision == "fp16", "initial_scale_power": 6}
     settings["shardledger"] = {"reproducible": more.get("reproducible", False)}
