@@ -344,11 +344,11 @@ class SlowFiles(Files):
         self.go = threading.Event()
         self.error: OSError | None = None
 
-    def write_tensors(self, path, tensors):
+    def write_parts(self, path, tensors):
         assert self.go.wait(20)
         if self.error is not None:
             raise self.error
-        super().write_tensors(path, tensors)
+        super().write_parts(path, tensors)
 
 
 def test_an_asynchronous_save_holds_the_moment_of_its_call_and_does_not_block_training(tmp_path):

@@ -1,6 +1,6 @@
 """The few things a checkpoint does with a file system. A test replaces them by ones that fail.
 
-Every method that writes, but ``write_tensors``, returns when the bytes are on the disk, not only in the system's cache.
+Every method that writes, but ``write_parts``, returns when the bytes are on the disk, not only in the system's cache.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Files:
             file.flush()
             os.fsync(file.fileno())
 
-    def write_tensors(self, path: Path, parts: Sequence[memoryview]) -> None:
-        """Write the parts of a safetensors file one after the other; it reaches the disk with ``settle``."""
+    def write_parts(self, path: Path, parts: Sequence[memoryview]) -> None:
+        """Write a file from the parts it is made of; it reaches the disk with ``settle``."""
         write_parts(path, parts)
 
     def settle(self, path: Path) -> None:

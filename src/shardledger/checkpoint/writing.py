@@ -53,8 +53,7 @@ class RankWriter:
 
     def content(self, name: str, content: bytes) -> None:
         """Write a file as it is."""
-        self._files.write(self._draft / name, content)
-        self._settle(name, (), [memoryview(content)])
+        self._write(name, (), [memoryview(content)])
 
     def close(self) -> list[FileRecord]:
         """Wait until everything is on the disk; returns what was written."""
@@ -82,10 +81,10 @@ class RankWriter:
     def _tensors(self, name: str, items: list[tuple[Portion, torch.Tensor]], *, entries: bool = True) -> None:
         records = [_entry(portion, tensor) for portion, tensor in items]
         tensors = {record.key: tensor for record, (_, tensor) in zip(records, items, strict=True)}
-        self._settle(name, tuple(records) if entries else (), parts_of(tensors), writes=True)
+        self._write(name, tuple(records) if entries else (), parts_of(tensors))
 
-    def _settle(self, name: str, entries: tuple[Entry, ...], parts: list[memoryview], *, writes: bool = False) -> None:
-        """Check a file, write it if that has not been done, and have it brought to the disk, all at the same time."""
+    def _write(self, name: str, entries: tuple[Entry, ...], parts: list[memoryview]) -> None:
+        """Write a file while its checksum is computed, and have it brought to the disk."""
         for item in self._records[:-_CHECKERS]:
             item.check.result()  # tensors that came from a device are freed when they have been checked
         for item in self._records:
@@ -93,8 +92,7 @@ class RankWriter:
                 item.settled.result()  # an error of the disk ends the save now, not after gigabytes more
         path = self._draft / name
         check = self._checkers.submit(crc32_of, parts)
-        if writes:
-            self._files.write_tensors(path, parts)
+        self._files.write_parts(path, parts)
         settled = self._settler.submit(self._files.settle, path)
         self._records.append(_Written(name, entries, sum(map(len, parts)), check, settled))
 
