@@ -1,7 +1,7 @@
 """One save, in phases that all ranks go through together.
 
-start        every rank has called, nothing is under way, the description is ready
-preparation  rank 0 makes the draft's folder
+start        every rank has called, nothing is under way
+preparation  everything but the tensors is described, for an asynchronous save they are copied; rank 0 makes the draft
 writing      every rank writes its files; in an asynchronous save, from copies, by a thread
 publication  rank 0 collects what was written, proves that every element is there once, writes the manifest, and gives
              the draft its name; in an asynchronous save by a thread too
@@ -111,24 +111,20 @@ class Save:
         Raises:
             CheckpointError: on all ranks, when it failed on any.
         """
-        options, meeting, staging = self._options, self._meeting, self._staging
+        options, meeting = self._options, self._meeting
         call = f"{self.place.final}, latest={options.latest}, exclude_frozen={options.exclude_frozen}"
-        meeting.start(call, self._state.ready_to_save)
-        seen = meeting.together("description", self._look)
+        seen = meeting.start(call, self._look)
         assert seen is not None
         own = [float(zlib.crc32(_fixed(seen.position))), *seen.checksums]
         rows = meeting.numbers(own, "comparison of buffers and positions")
-        others = meeting.together("description", lambda: self._describe(seen, rows))
-        assert others is not None
         try:
-            lock = meeting.together("preparation", lambda: prepare(self._files, self.place), ranks=range(1))
-            self._lock = lock
-            if staging is not None:
-                units = meeting.together("copy", lambda: [staging.copy(i, self._unit(i)) for i in self._units()])
-                assert units is not None
+            prepared = meeting.together("preparation", lambda: self._prepare(seen, rows))
+            assert prepared is not None
+            others, units = prepared
+            if self._staging is not None:
                 self._in_thread(lambda: self._write(units, others))
             else:
-                self._write((self._unit(i) for i in self._units()), others)
+                self._write(units, others)
                 self._collect()
                 self._close()
         except BaseException:
@@ -188,7 +184,8 @@ class Save:
         return [(portion, tensor) for portion, tensor in self._state.held(index) if portion.role != frozen]
 
     def _look(self) -> _Seen:
-        """What may differ between ranks."""
+        """Whether a save may come now, and what may differ between ranks."""
+        self._state.ready_to_save()
         loader = self._state.loader()
         buffers = dict(self._state.buffers())
         return _Seen(
@@ -196,6 +193,15 @@ class Save:
             buffers=buffers,
             checksums=[float(checksum(buffer)) for buffer in buffers.values()],
         )
+
+    def _prepare(self, seen: _Seen, rows: Sequence[Sequence[float]]) -> tuple[_Others, Iterable[list[Held]]]:
+        """Everything that a thread may write while training goes on, and rank 0's draft."""
+        others = self._describe(seen, rows)
+        if self._meeting.rank == 0:
+            self._lock = prepare(self._files, self.place)
+        if self._staging is None:
+            return others, (self._unit(i) for i in self._units())
+        return others, [self._staging.copy(i, self._unit(i)) for i in self._units()]
 
     def _describe(self, seen: _Seen, rows: Sequence[Sequence[float]]) -> _Others:
         """Everything but the tensors of the units: small things only."""
