@@ -106,12 +106,11 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[memoryview]:
 
 
 def write_parts(path: Path, parts: Iterable[memoryview]) -> None:
-    """Write a file; the disk has begun with it when this returns, and has not ended."""
+    """Write a file; the disk has begun with most of it when this returns, and has not ended."""
     with path.open("wb", buffering=0) as file, naming(path):
         out = _Out(file)
         for part in parts:
             out.write(part)
-        out.begin()
 
 
 @contextmanager
@@ -192,13 +191,13 @@ class _Out:
             rest = rest[len(part) :]
             self.at += len(part)
             if self.at - self.begun >= _EARLY_BYTES:
-                self.begin()
+                self._begin()
         return check or 0
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Let the disk begin with what has been written since the last time."""
         # Advice that pages are not needed makes Linux write them out, at once and in the background.
-        if hasattr(os, "posix_fadvise") and self.at > self.begun:
+        if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file.fileno(), self.begun, self.at - self.begun, os.POSIX_FADV_DONTNEED)
         self.begun = self.at
 
