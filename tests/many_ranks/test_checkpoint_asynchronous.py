@@ -114,9 +114,16 @@ def own_positions(folder, save):
         engine = start()
         engine.training_dataloader = loader = OwnPosition(10 + rank if save else 0)
         if save:
+            step(engine)
             engine.save_checkpoint(folder)
         else:
-            engine.load_checkpoint(folder)
+            before = engine.state_dict(all_ranks=True)
+            try:
+                engine.load_checkpoint(folder)
+            except Exception:
+                now = engine.state_dict(all_ranks=True)
+                assert all(torch.equal(now[name], before[name]) for name in now), "a refused load changed weights"
+                raise
         engine.destroy()
     return loader.at
 

@@ -401,6 +401,23 @@ def test_two_engines_save_into_one_folder_at_once_but_not_as_one_tag(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["latest", "one", "other"]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_lock_ends_with_its_process_although_a_child_of_it_lives_on(tmp_path):
+    reader, writer = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        Files().lock(tmp_path)
+        if os.fork():
+            os.write(writer, b"x")
+        time.sleep(5)  # both, unless killed
+        os._exit(0)
+    os.read(reader, 1)
+    assert Files().in_use(tmp_path)
+    os.kill(holder, 9)
+    os.waitpid(holder, 0)
+    assert not Files().in_use(tmp_path)
+
+
 def test_an_asynchronous_save_copies_to_the_same_memory_every_time(tmp_path):
     engine = start(shardledger={"checkpoint": {"async": True}})
     step(engine)

@@ -20,6 +20,18 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+_LOCKS: set[int] = set()
+
+
+def _leave_locks() -> None:
+    # A loader's worker may outlive a killed rank for seconds, and would hold the lock for as long.
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_locks)
+
 
 class Files:
     """The real file system."""
@@ -84,12 +96,14 @@ class Files:
         except OSError:  # some network file systems cannot: then nothing tells two runs apart
             os.close(handle)
             return -1
+        _LOCKS.add(handle)
         return handle
 
     def unlock(self, handle: int) -> None:
         """End what ``lock`` began."""
         if handle >= 0 and fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone leaves it to processes that were forked meanwhile
+            fcntl.flock(handle, fcntl.LOCK_UN)
+            _LOCKS.discard(handle)
             os.close(handle)
 
     def in_use(self, path: Path) -> bool:

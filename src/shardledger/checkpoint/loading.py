@@ -113,6 +113,8 @@ class Load:
         values: dict[str, Any] = unpack(path / SHARED_NAME) if known else {}
         if self._options.scheduler and not self._options.module_only:
             check_scheduler(_scheduler_state(manifest, values), self._state)
+        if not self._options.module_only:
+            self._own(path, manifest)
         if manifest.window and self._states:
             self._state.check_window(manifest.window, same=self._same(manifest))
         return values
@@ -188,21 +190,33 @@ class Load:
                 extra = odd[_index_of(record, manifest)]
             self._state.set_param_group(index, {**record.options, **extra})
 
-    def _position_and_random(self, path: Path, manifest: Manifest) -> None:
-        state, rank, world = self._state, self._meeting.rank, self._meeting.world
+    def _own(self, path: Path, manifest: Manifest) -> tuple[dict[str, Any], Any]:
+        """What the checkpoint holds for this rank alone, and the position for its loader, None without one.
+
+        Raises:
+            CheckpointError: the position is one of a run with another number of ranks, or the file is damaged.
+        """
+        rank, world = self._meeting.rank, self._meeting.world
         known = {record.name for record in manifest.files}
         name = random_file_name(rank if rank < manifest.world else rank % manifest.world)
         saved = unpack(path / name) if name in known else {}
-        loader = state.loader()
+        loader = self._state.loader()
         position = manifest.data if manifest.data is not None else saved.get("loader")
-        if loader is not None and position is not None:
-            if manifest.data is None and world != manifest.world:
-                raise CheckpointError(
-                    f"the training data's {type(loader).__name__} has a position of its own on each of {manifest.world} "
-                    f"ranks, which cannot be turned into positions of {world} ranks. Load on {manifest.world} ranks, use "
-                    f"a loader whose state_dict() is the same on all ranks, or set engine.training_dataloader = None."
-                )
-            loader.load_state_dict(position)
+        if loader is None or position is None:
+            return saved, None
+        if manifest.data is None and world != manifest.world:
+            raise CheckpointError(
+                f"the training data's {type(loader).__name__} has a position of its own on each of {manifest.world} "
+                f"ranks, which cannot be turned into positions of {world} ranks. Load on {manifest.world} ranks, use "
+                f"a loader whose state_dict() is the same on all ranks, or set engine.training_dataloader = None."
+            )
+        return saved, position
+
+    def _position_and_random(self, path: Path, manifest: Manifest) -> None:
+        state, rank = self._state, self._meeting.rank
+        saved, position = self._own(path, manifest)
+        if position is not None:
+            state.loader().load_state_dict(position)
         if "torch" in saved:
             random_state.restore(saved, state.device)
             if rank >= manifest.world:
