@@ -241,7 +241,7 @@ class Save:
                 writer.content(MODEL_CONFIG_NAME, others.model_config.encode())
             records = writer.close()
             part = {"files": [asdict(record) for record in records], "numbers": others.numbers, "window": others.window}
-            self._untold = json.dumps(part).encode()
+            self._untold = zlib.compress(json.dumps(part).encode(), 1)
         except Exception as error:  # noqa: BLE001 - it is raised again on all ranks
             writer.cancel()
             self._error = error
@@ -285,7 +285,7 @@ class Save:
         numbers: dict[str, Any] = {}
         windows: list[Mapping[str, Any]] = []
         for content in written:
-            part = json.loads(content)
+            part = json.loads(zlib.decompress(content))
             files += parse_files(part["files"])
             numbers |= part["numbers"]
             windows += [part["window"]] if part["window"] else []
