@@ -19,6 +19,7 @@ from shardledger.config.quantities import byte_size
 from shardledger.errors import ConfigError, DoesNotFitError, RanksDisagreeError
 from shardledger.layout.build import Layout, build_layout
 from shardledger.ledger.bounds import Bounds
+from shardledger.ledger.row import Row
 from shardledger.plan.build import build_plan
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Home, Role
@@ -107,7 +108,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         ConfigError: the configuration or an argument is wrong; raised before anything is allocated.
         PlanError: the model cannot be laid out.
         DoesNotFitError: states and the largest unit alone exceed ``shardledger.device_memory``, or what CUDA has free;
-            raised before anything is allocated.
+            or, with ``training_data``, a dry run of a step exceeds the former; raised before anything is allocated.
         RanksDisagreeError: ranks were given different models or configurations.
     """
     if not isinstance(model, nn.Module):
@@ -125,7 +126,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     plan = build_plan(settings, spec, world=place.world)
     check_recipe(recipe, sharded=plan.is_sharded(Role.OPTIM), offloaded=plan.offload.optimizer is not Home.DEVICE)
     layout = build_layout(plan, spec)
-    bounds = _bounds(settings, spec, place, recipe)
+    bounds = _bounds(settings, spec, place, recipe, target)
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     transport, created = join(place, target, settings.shardledger.timeout_s, may_create=dist_init_required is not False)
     _pin(plan, target)
@@ -133,8 +134,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     parts: Parts | None = None
     try:
         _compare(plan, transport)
-        _refuse_what_cannot_fit(bounds, settings, target, model, transport)
         wanted = _Wanted(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
+        _refuse_what_cannot_fit(bounds, settings, target, (model, wanted), transport)
         trained = [p.name for p in spec.parameters if p.trainable]
         groups = groups_of(_group_source(wanted), parameter_names(model), trained)
         site = Site(model, plan, layout, transport, target, _offload(plan, layout, (recipe, groups), transport, target))
@@ -251,20 +252,24 @@ def _decide(settings: Config, model: nn.Module, place: Place, device: torch.devi
     return decided
 
 
-def _bounds(settings: Config, spec: ModelSpec, place: Place, recipe: Any) -> Bounds:
+def _bounds(settings: Config, spec: ModelSpec, place: Place, recipe: Any, device: torch.device) -> Bounds:
     return Bounds(
         stage=settings.zero_optimization.stage,
         rank=place.rank,
         model=spec,
         optimizer=probe_recipe(recipe),
         make_plans=lambda: at_every_stage(settings, spec, world=place.world),
+        one_memory=_is_host_memory(device),
     )
 
 
 def _refuse_what_cannot_fit(
-    bounds: Bounds, settings: Config, device: torch.device, model: nn.Module, transport: Transport
+    bounds: Bounds, settings: Config, device: torch.device, what: tuple[nn.Module, _Wanted], transport: Transport
 ) -> None:
-    """Before anything is allocated: a plan whose states alone are too large is refused, on all ranks together.
+    """Before anything is allocated: a plan that is too large is refused, on all ranks together.
+
+    Without a batch that is one whose states and largest unit alone are. With ``training_data`` and
+    ``shardledger.device_memory`` a step is run dry, and its highest moment counts.
 
     Raises:
         DoesNotFitError: with the bytes by category and what would help.
@@ -272,10 +277,14 @@ def _refuse_what_cannot_fit(
     budget, where = settings.shardledger.device_memory, "shardledger.device_memory"
     if budget is None and device.type == "cuda":
         where = f"free on {device}"
-        budget = torch.cuda.mem_get_info(device)[0] + _bytes_on(device, model)
+        budget = torch.cuda.mem_get_info(device)[0] + _bytes_on(device, what[0])
     if budget is None:
         return
-    short = torch.tensor([max(0, bounds.row.total - budget)], dtype=torch.float64)
+    foreseen = None
+    if bounds.row.total <= budget == settings.shardledger.device_memory:
+        foreseen = _foresee(settings, what, transport.world, device)
+    need = max(bounds.row.total, foreseen.total if foreseen is not None else 0)
+    short = torch.tensor([max(0, need - budget)], dtype=torch.float64)
     missing = [row[0] for row in transport.exchange(short, "comparison with the device memory").tolist()]
     ranks = [rank for rank, bytes_missing in enumerate(missing) if bytes_missing]
     if not ranks:
@@ -284,7 +293,18 @@ def _refuse_what_cannot_fit(
         raise DoesNotFitError(
             f"rank {transport.rank}: the plan does not fit the device of ranks {ranks}; they say why."
         )
-    raise DoesNotFitError(bounds.refusal(budget, where))
+    raise DoesNotFitError(bounds.refusal(budget, where, foreseen))
+
+
+def _foresee(settings: Config, what: tuple[nn.Module, _Wanted], world: int, device: torch.device) -> Row | None:
+    """The highest moment of a step, where the batch is known."""
+    model, wanted = what
+    if wanted.training_data is None or wanted.optimizer is not None:
+        return None
+    from shardledger.budget import batch_of, foreseen  # the dry run needs half a second to import
+
+    batch = batch_of(wanted.training_data, wanted.collate_fn, settings.train_micro_batch_size_per_gpu)
+    return foreseen(settings, model, batch, world=world, device=device.type)
 
 
 def _bytes_on(device: torch.device, model: nn.Module) -> int:

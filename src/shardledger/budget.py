@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from shardledger.config import Config
-from shardledger.errors import ConfigError
+from shardledger.errors import ConfigError, PlanError
 from shardledger.forecast import (
     Forecast,
     Question,
@@ -24,6 +24,7 @@ from shardledger.forecast import (
     variant,
 )
 from shardledger.ledger import state_bytes
+from shardledger.ledger.away import offload_of
 from shardledger.ledger.choose import choice
 from shardledger.ledger.mixed import Mix, Price, cheapest_mix
 from shardledger.ledger.row import Row
@@ -63,6 +64,23 @@ def decide(
     rows = rows_to_choose_from(found)
     row = cheapest_mix(rows, budget, units_of(found), pricing(question))
     return decided(config, row, choice(row, rows, budget))
+
+
+def foreseen(
+    config: Config, model: nn.Module | Callable[[], nn.Module], batch: Sequence[Any], *, world: int, device: str
+) -> Row | None:
+    """The highest moment of a run of ``config`` with batches like this one, for the rank that holds the most.
+
+    None where it cannot be foreseen: a model that cannot be run without values, or whose output is no loss.
+    """
+    question = Question(model=model, config=config, world=world, batch=tuple(batch), device=device)
+    try:
+        make_model = model_maker(question)
+        found = rehearse(question, config, describe_model(make_model), make_model)
+    except (PlanError, ConfigError):
+        return None
+    row = replace(row_of(question, found, "none"), offload=offload_of(found.plan))
+    return _of_the_heaviest_rank(row, found)
 
 
 def decided(config: Config, row: Row, why: str = "chosen by the memory budget") -> Config:
