@@ -140,7 +140,8 @@ def forecast(question: Question) -> Forecast:
                 runs[stage, checkpointing, micro_batch] = found
                 rows += rows_of(question, found)
     if not rows:
-        raise ConfigError(*notes)
+        same = {note.partition(": ")[2] for note in notes}
+        raise ConfigError(*(same if len(same) == 1 else dict.fromkeys(notes)))
     answer = None if question.device_memory is None else recommend(rows, situation_of(question, base, spec))
     return Forecast(spec, tuple(rows), runs, tuple(dict.fromkeys(notes)), answer)
 
