@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from shardledger.checkpoint.checkpoints import Checkpoints
 from shardledger.checkpoint.checkpoints import Settings as CheckpointSettings
 from shardledger.config import Config, load_config
-from shardledger.config.quantities import byte_size
+from shardledger.config.quantities import bandwidth as bytes_per_second
+from shardledger.config.quantities import byte_size, flop_rate
 from shardledger.errors import ConfigError, DoesNotFitError, RanksDisagreeError
 from shardledger.layout.build import Layout, build_layout
 from shardledger.ledger.bounds import Bounds
@@ -56,6 +57,8 @@ from shardledger.workload.training_loader import PositionedSampler, TrainingLoad
 
 if TYPE_CHECKING:
     from shardledger.forecast import Forecast
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,11 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
     trainable: str = "all",
     device: str = "cuda",
     framework: str | int | None = None,
+    memory_budget: str | int | None = None,
+    bandwidth: str | float | None = None,
+    flops: str | float | None = None,
+    per_machine: int = 8,
+    task_samples: int | None = None,
 ) -> Forecast:
     """Predict every byte of one rank, for every stage, offload and recomputation. Needs no GPU and no process group.
 
@@ -203,6 +211,12 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
         device: ``"cuda"``: ranks talk as NCCL's do and the model comes from the host; ``"cpu"``: as gloo's do, and the
             model counts.
         framework: what the process has on the device before the model, ``"0.6GiB"`` or bytes; None counts nothing.
+        memory_budget: recommend, for every unit, the cheapest choice whose peak stays under it, as ``"stage": "auto"``
+            would choose; instead of ``device_memory``.
+        bandwidth: what a rank sends per second, as ``"50GB/s"``; flops: what it computes, as ``"400TFLOP/s"``. With both,
+            the recommendation knows whether stage 3's traffic hides.
+        per_machine: ranks that share the memory of one machine.
+        task_samples: samples there are to learn from; few make it name adapters first.
 
     Returns:
         ``rows``, one for each choice (``shardledger.ledger.row.Row``); ``recommended`` with its ``row`` and ``reasons``
@@ -212,31 +226,41 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
         ConfigError: the configuration, the model's name or an argument is wrong.
         PlanError: the model cannot be laid out, or cannot be run without values.
     """
-    from shardledger.forecast import Question, forecast  # half a second that training does without
+    from shardledger.budget import within  # half a second that training does without
+    from shardledger.forecast import Links, Question, forecast
 
     if world_size < 1:
         raise ConfigError(f"plan: world_size = {world_size}; at least one rank is needed.")
+    if memory_budget is not None and device_memory is not None:
+        raise ConfigError("plan: memory_budget and device_memory are two questions; ask one of them.")
     sizes = () if micro_batch is None else (micro_batch,) if isinstance(micro_batch, int) else tuple(micro_batch)
-    return forecast(
-        Question(
-            model=model,
-            config=config,
-            world=world_size,
-            micro_batches=sizes,
-            seq_len=seq_len,
-            batch=batch,
-            trainable=trainable,
-            device=device,
-            device_memory=_bytes("device_memory", device_memory),
-            host_memory=_bytes("host_memory", host_memory),
-            framework_bytes=_bytes("framework", framework) or 0,
-        )
+    question = Question(
+        model=model,
+        config=config,
+        world=world_size,
+        micro_batches=sizes,
+        seq_len=seq_len,
+        batch=batch,
+        trainable=trainable,
+        device=device,
+        device_memory=_amount("device_memory", device_memory, byte_size),
+        host_memory=_amount("host_memory", host_memory, byte_size),
+        framework_bytes=_amount("framework", framework, byte_size) or 0,
+        links=Links(
+            bandwidth=_amount("bandwidth", bandwidth, bytes_per_second),
+            flops=_amount("flops", flops, flop_rate),
+            ranks_per_machine=per_machine,
+            task_samples=task_samples,
+        ),
     )
+    found = forecast(question)
+    budget = _amount("memory_budget", memory_budget, byte_size)
+    return found if budget is None else within(question, found, budget)
 
 
-def _bytes(name: str, amount: str | int | None) -> int | None:
+def _amount(name: str, amount: Any, read: Callable[[object], Number]) -> Number | None:
     try:
-        return None if amount is None else byte_size(amount)
+        return None if amount is None or amount == 0 and name == "framework" else read(amount)
     except ValueError as error:
         raise ConfigError(f"plan: {name}: {error}.") from None
 

@@ -27,6 +27,7 @@ from shardledger.ledger import state_bytes
 from shardledger.ledger.away import offload_of
 from shardledger.ledger.choose import choice
 from shardledger.ledger.mixed import Mix, Price, cheapest_mix
+from shardledger.ledger.recommend import Recommendation
 from shardledger.ledger.row import Row
 
 NO_BATCH = (
@@ -64,6 +65,20 @@ def decide(
     rows = rows_to_choose_from(found)
     row = cheapest_mix(rows, budget, units_of(found), pricing(question))
     return decided(config, row, choice(row, rows, budget))
+
+
+def within(question: Question, found: Forecast, budget: int) -> Forecast:
+    """``found`` with the cheapest choice for every unit under ``budget`` recommended; its row joins the others.
+
+    Raises:
+        DoesNotFitError: nothing fits.
+    """
+    host = question.host_memory
+    here = min(question.world, question.links.ranks_per_machine)
+    rows = [row for row in rows_to_choose_from(found) if host is None or row.host_bytes * here <= host]
+    row = cheapest_mix(rows, budget, units_of(found), pricing(question))
+    answer = Recommendation(row=row, reasons=(choice(row, rows, budget),))
+    return replace(found, rows=found.rows if row in found.rows else (*found.rows, row), recommended=answer)
 
 
 def foreseen(

@@ -46,6 +46,19 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 @dataclass(frozen=True, kw_only=True)
+class Links:
+    """What a recommendation reads beside memory; None: not known."""
+
+    bandwidth: float | None = None
+    """Bytes per second that a rank sends to others."""
+    flops: float | None = None
+    """Operations per second of a rank."""
+    ranks_per_machine: int = 8
+    task_samples: int | None = None
+    """Samples there are to learn from."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Question:
     """What is to be planned."""
 
@@ -74,6 +87,8 @@ class Question:
     """Bytes of one device; None: nothing is recommended."""
     host_memory: int | None = None
     """Bytes of one machine."""
+    links: Links = field(default_factory=Links)
+    """How fast, and how much there is to learn from: for the recommendation."""
     rank: int = 0
 
 
@@ -149,7 +164,14 @@ def forecast(question: Question) -> Forecast:
 def situation_of(question: Question, base: Config, spec: ModelSpec) -> Situation:
     """What the rows must fit into."""
     assert question.device_memory is not None
+    micro_batch = max(question.micro_batches or (base.train_micro_batch_size_per_gpu,))
+    links = question.links
     return Situation(
+        bandwidth=links.bandwidth,
+        flops=links.flops,
+        ranks_per_machine=links.ranks_per_machine,
+        task_samples=links.task_samples,
+        tokens=micro_batch * question.seq_len * base.gradient_accumulation_steps if question.batch is None else None,
         device_memory=question.device_memory,
         host_memory=question.host_memory,
         world=question.world,
