@@ -24,7 +24,6 @@ from shardledger.forecast import (
     variant,
 )
 from shardledger.ledger import state_bytes
-from shardledger.ledger.away import offload_of
 from shardledger.ledger.choose import choice
 from shardledger.ledger.mixed import Mix, Price, cheapest_mix
 from shardledger.ledger.recommend import Recommendation
@@ -94,8 +93,7 @@ def foreseen(
         found = rehearse(question, config, describe_model(make_model), make_model)
     except (PlanError, ConfigError):
         return None
-    row = replace(row_of(question, found, "none"), offload=offload_of(found.plan))
-    return _of_the_heaviest_rank(row, found)
+    return _of_the_heaviest_rank(row_of(question, found), found)
 
 
 def decided(config: Config, row: Row, why: str = "chosen by the memory budget") -> Config:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,14 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardledger.config import Config, load_config
 from shardledger.errors import ConfigError, PlanError
 from shardledger.layout.build import Layout, build_layout
-from shardledger.ledger import away, offload
 from shardledger.ledger.categories import CATEGORIES
 from shardledger.ledger.fit import Situation
+from shardledger.ledger.offload import Offloaded, choice_of, choices, offloaded, with_offload
 from shardledger.ledger.recommend import Recommendation, recommend
 from shardledger.ledger.row import Row
 from shardledger.ledger.saves import SaveBytes, save_bytes
 from shardledger.plan.build import build_plan
-from shardledger.plan.plan import Offload, Plan
+from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Role
 from shardledger.plan.spec import ModelSpec
 from shardledger.runtime.describe import describe
@@ -182,7 +182,7 @@ def situation_of(question: Question, base: Config, spec: ModelSpec) -> Situation
 
 
 def rehearse(question: Question, config: Config, spec: ModelSpec, make_model: Callable[[], nn.Module]) -> Rehearsed:
-    """Run one configuration dry; what its offload moves is arithmetic on top."""
+    """Run one configuration dry."""
     plan = build_plan(config, spec, world=question.world)
     layout = build_layout(plan, spec)
     recipe = recipe_of(config, spec)
@@ -191,7 +191,7 @@ def rehearse(question: Question, config: Config, spec: ModelSpec, make_model: Ca
         make_model=make_model,
         make_batch=partial(make_batch, question, config.train_micro_batch_size_per_gpu),
         loss_of=loss_of,
-        plan=replace(plan, offload=Offload()),
+        plan=plan,
         layout=layout,
         recipe=recipe,
         groups=[({}, [p.name for p in spec.parameters if p.trainable])],
@@ -199,11 +199,7 @@ def rehearse(question: Question, config: Config, spec: ModelSpec, make_model: Ca
         rank=question.rank,
     )
     try:
-        run = dry_run(rehearsal)
-        if plan.offload.active:
-            one_memory = question.device == "cpu"
-            run = without(run, away.moved_away(plan, layout, run.optimizer_bytes, question.rank, one_memory=one_memory))
-        return Rehearsed(config=config, plan=plan, layout=layout, run=run)
+        return Rehearsed(config=config, plan=plan, layout=layout, run=dry_run(rehearsal))
     except (PlanError, ConfigError):
         raise
     except Exception as error:
@@ -215,49 +211,26 @@ def rehearse(question: Question, config: Config, spec: ModelSpec, make_model: Ca
         ) from error
 
 
-def without(run: DryRun, moved: offload.Offloaded) -> DryRun:
-    """The dry run as it would be with that offload."""
-
-    def left(held: Mapping[str, int]) -> dict[str, int]:
-        # At birth not all of it is there yet.
-        return {name: max(0, nbytes - moved.device.get(name, 0)) for name, nbytes in held.items()}
-
-    peaks = {}
-    for phase, reading in run.peaks.items():
-        held = left(reading.by_category)
-        peaks[phase] = replace(reading, total=sum(held.values()), by_category=held)
-    return replace(run, peaks=peaks, rest=left(run.rest), account=left(run.account))
-
-
 def rows_of(question: Question, found: Rehearsed) -> list[Row]:
     """One row for each choice of offload."""
     sharded = any(flat.param_sharded for flat in found.layout.flats)
-    room = away if question.device == "cpu" else offload
-    return [row_of(question, found, c) for c in (room.OFFLOADS_OF_SHARDED_PARAMS if sharded else room.OFFLOADS)]
+    return [row_of(question, found, c) for c in choices(sharded=sharded, one_memory=question.device == "cpu")]
 
 
-def row_of(question: Question, found: Rehearsed, choice: str) -> Row:
-    """The highest moment of a step under one choice of offload."""
-    moves = away.offloaded_to_disk if question.device == "cpu" else offload.offloaded
-    moved = moves(found.plan, found.layout, found.run.optimizer_bytes, question.rank, choice)
-    best: tuple[int, dict[str, int], str, str] | None = None
-    for phase, reading in {**found.run.peaks, "checkpoint": found.while_saving(question)}.items():
-        held = dict(reading.by_category)
-        for category, nbytes in moved.device.items():
-            held[category] = max(0, held[category] - nbytes)  # at birth not all of it is there yet
-        held["framework"] += question.framework_bytes
-        total = sum(held.values())
-        if best is None or total > best[0]:
-            best = (total, held, phase, reading.unit)
-    assert best is not None
-    total, held, phase, unit = best
+def row_of(question: Question, found: Rehearsed, choice: str | None = None) -> Row:
+    """The highest moment of a step under one choice of offload; None: that of its plan."""
+    cpu = question.device == "cpu"
+    plan = found.plan if choice is None else with_offload(found.plan, choice)
+    moved = offloaded(plan, found.layout, found.run.optimizer_bytes, question.rank, one_memory=cpu)
+    held, phase, unit = highest({**found.run.peaks, "checkpoint": found.while_saving(question)}, moved)
+    held["framework"] += question.framework_bytes
     return Row(
         stage=found.plan.stage,
-        offload=choice,
+        offload=choice_of(plan),
         checkpointing=found.config.shardledger.activation_checkpointing,
         micro_batch=found.plan.step.micro_batch,
         **{category: held[category] for category in CATEGORIES},
-        total=total,
+        total=sum(held.values()),
         host_bytes=moved.host,
         disk_bytes=moved.disk,
         peak_phase=phase,
@@ -266,6 +239,17 @@ def row_of(question: Question, found: Rehearsed, choice: str) -> Row:
         unit_stages=tuple((found.config.shardledger.unit_stages or {}).items()),
         recomputed_units=found.config.shardledger.recomputed_units or (),
     )
+
+
+def highest(peaks: Mapping[str, Reading], moved: Offloaded) -> tuple[dict[str, int], str, str]:
+    """Bytes by category at the highest moment once some have ``moved``, and its phase and unit; ``peaks``: by phase."""
+    found = []
+    for phase, reading in peaks.items():
+        held = dict(reading.by_category)
+        for category, nbytes in moved.device.items():
+            held[category] = max(0, held[category] - nbytes)  # at birth not all of it is there yet
+        found.append((held, phase, reading.unit))
+    return max(found, key=lambda one: sum(one[0].values()))
 
 
 def base_config(question: Question) -> Config:

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from shardledger.layout.build import Layout
 from shardledger.layout.flat import FlatLayout
-from shardledger.ledger.away import offload_of
+from shardledger.ledger.offload import choice_of
 from shardledger.ledger.predict import OptimizerBytes, state_bytes
 from shardledger.ledger.row import Row
 from shardledger.ledger.traffic import Wire, sent_bytes
@@ -36,7 +36,7 @@ def at_least(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int, *
         stage=plan.stage,
         unit_stages=(),
         recomputed_units=(),
-        offload=offload_of(plan),
+        offload=choice_of(plan),
         checkpointing=any(unit.recompute for unit in plan.units),
         micro_batch=plan.step.micro_batch,
         **states,

@@ -8,7 +8,7 @@ import torch
 
 from shardledger.layout.build import Layout
 from shardledger.ledger import CATEGORIES, OptimizerBytes, state_bytes
-from shardledger.ledger.away import offload_of
+from shardledger.ledger.offload import choice_of
 from shardledger.ledger.predict import tiers
 from shardledger.ledger.row import Row
 from shardledger.plan.plan import Plan
@@ -56,7 +56,7 @@ class Account:
         if parts.advise is not None:
             row = Row(
                 stage=self.plan.stage,
-                offload=offload_of(self.plan),
+                offload=choice_of(self.plan),
                 checkpointing=any(unit.recompute for unit in self.plan.units),
                 micro_batch=self.plan.step.micro_batch,
                 **{**live, "activations": live["activations"] + (wanted or 0)},
@@ -110,6 +110,4 @@ class Account:
 
 def staging_bytes(parts: Parts) -> int:
     """Host memory that states pass through on their way between tiers."""
-    if parts.offload is None:
-        return 0
-    return parts.offload.tile_plan.staging_bytes + (parts.offload.link.staging_bytes if parts.offload.link else 0)
+    return 0 if parts.offload is None else parts.offload.tile_plan.staging_bytes

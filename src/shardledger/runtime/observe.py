@@ -46,6 +46,8 @@ class Observer:
             self._handles.append(unit.module.register_forward_pre_hook(partial(self._enter, unit), prepend=True))
             self._handles.append(unit.module.register_forward_hook(partial(self._leave, unit), prepend=True))
         self.meter.assign("params", (b for b in engine.module.buffers()))
+        if parts.offload is not None and parts.executor.shards is not None:
+            self.meter.assign("communication", [*parts.offload.buffers(), *parts.executor.shards.buffers()])
         self.meter.reattribute = partial(_pending, parts.units)
         self.note_states()
         self.meter.born()
