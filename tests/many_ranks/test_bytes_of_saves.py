@@ -78,6 +78,6 @@ def test_a_save_writes_and_holds_what_the_plan_says(tmp_path):
             assert written == expected.written, f"stage {stage}"
             # A synchronous save writes from the states themselves; ranks tell each other what they wrote, as JSON.
             if asynchronous:
-                assert 0 <= held - expected.copied < 2048, f"stage {stage}"
+                assert 0 <= held - expected.copied < 16384, f"stage {stage}"
             else:
                 assert held < expected.written // 2, f"stage {stage}"
