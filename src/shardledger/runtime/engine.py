@@ -15,7 +15,7 @@ from shardledger.errors import EngineStateError
 from shardledger.layout.build import Layout
 from shardledger.plan.plan import Plan
 from shardledger.runtime.account import Account
-from shardledger.runtime.assemble import Parts, take_apart
+from shardledger.runtime.assemble import Parts
 from shardledger.runtime.census import probe_optimizer
 from shardledger.runtime.checks import FullChecks
 from shardledger.runtime.clock import StepClock
@@ -30,8 +30,8 @@ from shardledger.runtime.engine_values import (
     difference,
     plain,
 )
-from shardledger.runtime.gathered import announce, withdraw
-from shardledger.runtime.last_words import listen_for_the_end, part_with
+from shardledger.runtime.gathered import announce
+from shardledger.runtime.last_words import end, listen_for_the_end
 from shardledger.runtime.out_of_memory import telling_shortage
 from shardledger.runtime.step import Stepper, Window
 from shardledger.telemetry.memory import MemoryMeter
@@ -72,7 +72,6 @@ class Engine:
         parts.stepper = stepper
         self._progress.traffic_at_start = parts.transport.counters.snapshot()
         self._progress.traffic_at_step = parts.transport.counters.snapshot()
-        optimizer.register_step_pre_hook(self._guard_optimizer)
         announce(parts)
         listen_for_the_end()
         self._set_boundary()
@@ -177,6 +176,7 @@ class Engine:
                 "engine.step was called inside GatheredParameters: what the block holds would be stale after the update, "
                 "or undo it. Leave the block first."
             )
+        parts.watch.check(thorough=parts.executor.measuring or self._checks is not None)
         if parts.unsynced:
             parts.executor.reduce_everything()
             parts.unsynced = False
@@ -435,22 +435,7 @@ class Engine:
         parts, self._parts = self._parts, None
         if parts is None:
             return
-        withdraw(parts)
-        try:
-            if parts.saver is not None:
-                parts.saver.close(abandon=sys.exc_info()[1] is not None)
-            part_with(parts.transport, sys.exc_info()[1])
-        finally:
-            self._take_apart(parts)
-
-    def _take_apart(self, parts: Parts) -> None:
-        take_apart(parts)
-        self._stepper.forget()
-        self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:
-            group["params"] = []
-        if parts.on_destroy is not None:
-            parts.on_destroy()
+        end(parts, sys.exc_info()[1])
 
     def __getattr__(self, name: str) -> Any:
         """Attributes the engine does not have are the module's."""
@@ -491,10 +476,3 @@ class Engine:
         tell = telling_shortage(lambda error: self._account.shortage(error, phase, parts, self.optimizer))
         with self._clock.time(phase), tell:
             yield
-
-    def _guard_optimizer(self, *_: Any) -> None:
-        if not self._stepper.running:
-            raise EngineStateError(
-                "optimizer.step() was called directly. The gradients are in the engine: call engine.step(), which "
-                "reduces, clips, updates and advances the scheduler."
-            )

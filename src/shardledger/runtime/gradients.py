@@ -196,11 +196,15 @@ class FlatGradients:
         self.state = GradState.EMPTY
         self.clear()
 
-    def remove_hooks(self) -> None:
-        """Detach from the parameters."""
+    def forget(self) -> None:
+        """Detach from the parameters and let go of all tensors."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._show(held=False)
+        self._kept = self.local = self.probe = self.partial = None
+        self.reduced = self.reduced.new_empty(0)
+        self._stand_ins = []
 
     def _hook(self, index: int) -> Callable[[nn.Parameter], None]:
         def accumulated(parameter: nn.Parameter) -> None:

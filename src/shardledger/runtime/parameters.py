@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardledger.layout.flat import FlatLayout, Interval
 from shardledger.runtime import released
 from shardledger.runtime.describe import dtype_of
+
+_CHUNK = 1 << 20
+"""Elements that are compared at once, so that a comparison takes no memory to speak of."""
 
 
 class FlatParameters:
@@ -32,6 +36,8 @@ class FlatParameters:
         self.views = [self.full[s.start : s.start + s.numel].view(s.shape) for s in layout.slots]
         self.shard: torch.Tensor | None = None
         self.master: torch.Tensor | None = None
+        self._versions: list[int] = []
+        """Of the parameters when they were exposed: who writes to them counts them up."""
         self._stand_ins = [released.placeholder(s.shape, self.dtype, device) for s in layout.slots]
         self._full_bytes = self.full.untyped_storage().nbytes()
 
@@ -49,6 +55,26 @@ class FlatParameters:
         """Make the parameters views of the full flat."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             released.restore(parameter, view)
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def edited(self, *, thorough: bool) -> str | None:
+        """Name of an exposed parameter that something has written to; its gathered copy is about to be dropped.
+
+        ``thorough`` compares this rank's interval with its shard, and so finds writes through ``.data`` as well.
+        """
+        for parameter, slot, version in zip(self.parameters, self.layout.slots, self._versions, strict=True):
+            if parameter._version != version:
+                return slot.name
+        if not thorough or self.shard is None or isinstance(self.full, FakeTensor):
+            return None
+        ours = self.interval_of(self.full)
+        for piece in self.layout.pieces(self.rank):
+            span = piece.in_shard
+            for at in range(span.start, span.stop, _CHUNK):
+                end = min(at + _CHUNK, span.stop)
+                if not torch.equal(_bits(ours[at:end]), _bits(self.shard[at:end].to(self.dtype))):
+                    return piece.name
+        return None
 
     def release(self) -> None:
         """Free the full flat; only this rank's shard stays."""
@@ -61,6 +87,14 @@ class FlatParameters:
         self.full.untyped_storage().resize_(self._full_bytes)
         if self.shard is not None:
             self.interval_of(self.full).copy_(self.shard)
+
+    def forget(self) -> None:
+        """Let go of all tensors; parameters that are released now have no values any more."""
+        for parameter in self.parameters:
+            released.abandon(parameter)
+        self.full = self.full.new_empty(0)
+        self.shard = self.master = None
+        self.parameters, self.views, self._stand_ins = [], [], []
 
     def release_storage(self) -> None:
         """Free the full flat before its parameters were ever exposed."""
@@ -83,6 +117,22 @@ class FlatParameters:
             self.master = self.interval_of(self.full) if self.layout.optim_sharded else self.full
         else:
             self.master = self.interval_of(initial).clone() if self.layout.optim_sharded else initial
+
+    def edited_masters(self) -> list[str]:
+        """Names of resident 16-bit parameters whose weights are not what this rank's masters round to."""
+        if self.master is None or self.layout.param_sharded or self.dtype == self.master_dtype:
+            return []
+        if isinstance(self.full, FakeTensor):
+            return []
+        start, found = self.master_interval.start, []
+        for piece in self.layout.pieces_in(self.master_interval):
+            for at in range(piece.in_shard.start, piece.in_shard.stop, _CHUNK):
+                end = min(at + _CHUNK, piece.in_shard.stop)
+                rounded = self.master[at:end].to(self.dtype)
+                if not torch.equal(_bits(self.full[start + at : start + end]), _bits(rounded)):
+                    found.append(piece.name)
+                    break
+        return found
 
     def reload(self, values: torch.Tensor) -> None:
         """Take new values for everything this rank keeps: this rank's interval where PARAM is sharded, else the full
@@ -136,3 +186,7 @@ class FlatParameters:
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of masters and moments: fp32, or the weights' own when that is wider."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)  # a NaN equals no NaN

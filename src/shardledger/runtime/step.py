@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -68,6 +69,7 @@ class Stepper:
         self.skipped_in_a_row = 0
         self._gradients = [g for unit in units for g in unit.gradients]
         self._pieces = pieces
+        self._guard = optimizer.register_step_pre_hook(self._refuse_others)
         self._transport = transport
         self._plan = plan
 
@@ -176,9 +178,21 @@ class Stepper:
             gradients.clear()
 
     def forget(self) -> None:
-        """Drop everything that keeps tensors alive."""
+        """Let go of all tensors; the optimizer has no parameters from now on, and refuses to step over none."""
         self._gradients = []
         self._pieces = []
+        self._guard.remove()
+        self.optimizer.register_step_pre_hook(_refuse_ended)
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+    def _refuse_others(self, *_: Any) -> None:
+        if not self.running:
+            raise EngineStateError(
+                "optimizer.step() was called directly. The gradients are in the engine: call engine.step(), which "
+                "reduces, clips, updates and advances the scheduler."
+            )
 
     def _agree(self, weight: float) -> tuple[float, float, dict[str, bool]]:
         """Global norm of the summed gradients, summed weight, and which parameters had a gradient on any rank.
@@ -250,6 +264,13 @@ class Stepper:
                 continue
             part = gradient[piece.start : piece.start + piece.values.numel()]
             piece.values.grad = part.view(piece.values.shape)
+
+
+def _refuse_ended(*_: Any) -> None:
+    raise EngineStateError(
+        "the engine of this optimizer was destroyed, and with it what the optimizer had to update. Build a new optimizer "
+        "over the model's parameters."
+    )
 
 
 def square_sum(tensor: torch.Tensor) -> float:

@@ -31,8 +31,11 @@ class Watch:
         self._versions = {id(parameter): parameter._version for parameter in resident}
 
     @torch.no_grad()
-    def check(self) -> None:
+    def check(self, *, thorough: bool = False) -> None:
         """Take over edits of 16-bit weights into their masters, and refuse what cannot be taken over.
+
+        Edits count up a parameter's version; those through ``.data`` do not, and are found by comparing values
+        (``thorough``).
 
         Raises:
             EngineStateError: a parameter was added, replaced or given other memory, or a frozen one was unfrozen.
@@ -49,6 +52,9 @@ class Watch:
                 if parameter._version != self._versions[id(parameter)]:
                     flat.take_over(slot.name)
                     self._versions[id(parameter)] = parameter._version
+            if thorough:
+                for name in flat.edited_masters():
+                    flat.take_over(name)
             self._check_frozen(flat)
         for name, parameter in self._model.named_parameters():
             if id(parameter) not in self._known:
