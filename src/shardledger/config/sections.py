@@ -230,6 +230,11 @@ class ShardledgerSection(Section):
     cast_inputs: Flag = Field(
         True, description="cast fp32 tensors given to the model to the dtype of bf16 or fp16 training"
     )
+    gradient_clipping_norm: Literal["l2", "inf"] = Field(
+        "l2",
+        description="norm of the whole gradient that gradient_clipping limits and the step reports: l2, or inf, the largest "
+        "absolute value of an element",
+    )
     nonfinite: Literal["skip", "raise"] = Field(
         "skip", description="what all ranks do when a gradient is inf or NaN: skip the step with a warning, or raise"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,21 +197,25 @@ class Stepper:
     def _agree(self, weight: float) -> tuple[float, float, dict[str, bool]]:
         """Global norm of the summed gradients, summed weight, and which parameters had a gradient on any rank.
 
-        Squares are added over this rank's shards in fp64, then over ranks in rank order, at every stage alike.
+        Squares are added over this rank's shards in fp64, then over ranks in rank order, at every stage alike. Where the
+        plan's norm is the largest absolute value, that is what travels instead.
         """
         names, flags = [], []
         for gradients in self._gradients:
             names += [slot.name for slot in gradients.flat.layout.slots]
             flags += gradients.present
-        norm = self._exact_norm() if self._plan.reproducible else None
-        square = 0.0 if norm is not None else self._local_square()
+        by_largest = self._plan.step.norm == "inf"
+        norm = self._exact_norm() if self._plan.reproducible and not by_largest else None
+        measure = exact.largest(self._shards()) if by_largest else self._local_square() if norm is None else 0.0
         words = [
             sum(1 << bit for bit, f in enumerate(flags[i : i + FLAGS_PER_NUMBER]) if f)
             for i in range(0, len(flags), FLAGS_PER_NUMBER)
         ]
         rows = self._transport.exchange(
-            torch.tensor([square, weight, *words], dtype=torch.float64), "exchange of the gradient norm"
+            torch.tensor([measure, weight, *words], dtype=torch.float64), "exchange of the gradient norm"
         ).tolist()
+        if by_largest:
+            norm = largest_of(row[0] for row in rows)
         total = total_weight = 0.0
         for row in rows:
             total += row[0]
@@ -236,7 +240,7 @@ class Stepper:
         rows = self._transport.exchange(
             torch.tensor([exact.largest(shards)], dtype=torch.float64), "exchange of the largest gradient"
         )
-        bound = max(row[0] if row[0] == row[0] else math.inf for row in rows.tolist())
+        bound = largest_of(row[0] for row in rows.tolist())
         if bound == 0 or not math.isfinite(bound):
             return bound
         sums = self._transport.exchange(
@@ -271,6 +275,11 @@ def _refuse_ended(*_: Any) -> None:
         "the engine of this optimizer was destroyed, and with it what the optimizer had to update. Build a new optimizer "
         "over the model's parameters."
     )
+
+
+def largest_of(values: Iterable[float]) -> float:
+    """The largest; infinite when one is NaN."""
+    return max(value if value == value else math.inf for value in values)
 
 
 def square_sum(tensor: torch.Tensor) -> float:
