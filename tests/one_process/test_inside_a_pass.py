@@ -1,11 +1,14 @@
 """What a model does to its own tensors inside a pass: as in plain torch, or refused by name, and nothing is kept for good."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
 import shardledger as sl
-from shardledger.errors import EngineStateError
+from shardledger.errors import EngineStateError, ReleasedParameterError
 from support.memory import StorageMeter
 from support.models import build, data
 from support.training import config
@@ -104,3 +107,21 @@ def test_graphs_that_no_backward_pass_uses_up_are_freed_when_they_are_dropped(st
             counts.append(meter.bytes())
     engine.destroy()
     assert counts[0] == counts[1] and counts[2] == counts[3], counts
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_an_engine_is_converted_by_its_configuration_only(stage):
+    engine = sl.initialize(model=build("regressor"), config=config(stage, precision="bf16"))[0]
+    for same in (lambda: engine.to("cpu"), lambda: engine.bfloat16(), lambda: engine.to(torch.bfloat16), engine.cpu):
+        assert same() is engine
+    for other in (engine.half, engine.float, lambda: engine.to(torch.float64), engine.cuda, engine.share_memory):
+        with pytest.raises(EngineStateError, match="compute in bfloat16 on cpu.*initialize.device"):
+            other()
+    for copies in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(EngineStateError, match="cannot be copied"):
+            copies(engine)
+    if stage == 3:
+        with pytest.raises(ReleasedParameterError, match="'first.weight'.*'half' cannot convert it.*configuration"):
+            engine.module.half()
+    engine.destroy()
+    assert engine.float() is engine.module if stage == 0 else True

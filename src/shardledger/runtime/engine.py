@@ -20,6 +20,7 @@ from shardledger.runtime.census import probe_optimizer
 from shardledger.runtime.checks import FullChecks
 from shardledger.runtime.clock import StepClock
 from shardledger.runtime.consolidate import full_state_dict, load_full_state_dict
+from shardledger.runtime.conversions import CONVERSIONS, conversion
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.engine_values import (
     agree_on_order,
@@ -441,7 +442,16 @@ class Engine:
         """Attributes the engine does not have are the module's."""
         if name.startswith("__") or "module" not in self.__dict__:
             raise AttributeError(name)
+        if name in CONVERSIONS and self._parts is not None:
+            return conversion(self, name)
         return getattr(self.module, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """An engine is part of a conversation between processes: it cannot be copied or pickled."""
+        raise EngineStateError(
+            "an engine cannot be copied, pickled or given to torch.save: use engine.save_checkpoint(...) or "
+            "engine.state_dict(), and copy the model before shardledger.initialize."
+        )
 
     def _live(self) -> Parts:
         if self._parts is None:

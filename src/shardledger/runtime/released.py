@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardledger.errors import ReleasedParameterError
+from shardledger.runtime.conversions import CONVERSIONS
 
 _MARK = "_shardledger_released"
 """Attribute of a parameter while it is released: its name and its own class."""
@@ -44,6 +45,12 @@ class ReleasedParameter(nn.Parameter):
         operation = getattr(getter if func.__name__ in ("__get__", "__set__") else func, "__name__", str(func))
         if any(is_lost(a) for a in _flat(args, kwargs)):
             raise _lost(name, operation)
+        if operation in CONVERSIONS:
+            raise ReleasedParameterError(
+                f"parameter {name!r} is sharded and its values are not on this rank now, so {operation!r} cannot convert it. "
+                f"Precision and device are set by the configuration and by shardledger.initialize(device=...): convert the "
+                f"model before, or take engine.state_dict()."
+            )
         raise ReleasedParameterError(
             f"parameter {name!r} is sharded and its values are not on this rank now, so {operation!r} cannot use it. "
             f"It is gathered while its own unit runs. To read or edit it elsewhere use shardledger.GatheredParameters "
