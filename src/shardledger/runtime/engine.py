@@ -177,6 +177,11 @@ class Engine:
                 "engine.step was called inside GatheredParameters: what the block holds would be stale after the update, "
                 "or undo it. Leave the block first."
             )
+        if self.optimizer is not self._stepper.optimizer:
+            raise EngineStateError(
+                "engine.optimizer was replaced after shardledger.initialize, and the new one does not know the shards: pass "
+                "it to initialize (optimizer=...)."
+            )
         parts.watch.check(thorough=parts.executor.measuring or self._checks is not None)
         if parts.unsynced:
             parts.executor.reduce_everything()
@@ -188,8 +193,12 @@ class Engine:
         parts.mode.widen = not parts.executor.sync
         if self._checks is not None:
             self._checks.before_step(window.step)
-        with self._at("step", parts):
-            outcome = self._stepper.step(parts.executor, window)
+        try:
+            with self._at("step", parts):
+                outcome = self._stepper.step(parts.executor, window)
+        except BaseException:
+            self._abort(parts)
+            raise
         progress.last = outcome
         if outcome.applied:
             parts.saved.updates += 1

@@ -69,7 +69,11 @@ class Stepper:
         self.skipped_in_a_row = 0
         self._gradients = [g for unit in units for g in unit.gradients]
         self._pieces = pieces
-        self._guard = optimizer.register_step_pre_hook(self._refuse_others)
+        self._held = _tensors_of(optimizer)
+        self._guards = (
+            optimizer.register_step_pre_hook(self._refuse_others),
+            optimizer.register_load_state_dict_pre_hook(self._refuse_states),
+        )
         self._transport = transport
         self._plan = plan
 
@@ -80,6 +84,7 @@ class Stepper:
             EngineStateError: on all ranks, when gradients are not finite and the plan says to raise, when too many
                 steps in a row were skipped, or when the loss scale cannot get smaller.
         """
+        self._refuse_changes()
         executor.complete()
         norm_of_sum, weight, present = self._agree(window.weight)
         divisor = self.divisor(weight)
@@ -181,11 +186,38 @@ class Stepper:
         """Let go of all tensors; the optimizer has no parameters from now on, and refuses to step over none."""
         self._gradients = []
         self._pieces = []
-        self._guard.remove()
+        for guard in self._guards:
+            guard.remove()
         self.optimizer.register_step_pre_hook(_refuse_ended)
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["params"] = []
+
+    def _refuse_changes(self) -> None:
+        for gradients in self._gradients:
+            gradients.refuse_changes()
+        held = _tensors_of(self.optimizer)
+        if held != self._held:
+            raise EngineStateError(
+                f"the optimizer's param groups hold {held} tensors now, and the engine gave it {self._held}: what was "
+                f"added is not trained. Parameters and their groups are set before shardledger.initialize "
+                f"(model_parameters=...); learning rates and other options may change any time."
+            )
+
+    def _refuse_states(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Before ``optimizer.load_state_dict``: states have the shapes of this rank's pieces, or are another layout's."""
+        held = [values for group in optimizer.param_groups for values in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        for values, number in zip(held, numbers, strict=False):
+            for key, item in state["state"].get(number, {}).items():
+                if isinstance(item, torch.Tensor) and item.dim() and item.shape != values.shape:
+                    name = next(piece.name for piece in self._pieces if piece.values is values)
+                    raise EngineStateError(
+                        f"optimizer.load_state_dict: {key!r} of shape {tuple(item.shape)} does not fit this rank's part of "
+                        f"parameter {name!r}, {tuple(values.shape)}. This optimizer works on shards: continue with "
+                        f"engine.load_checkpoint, which fits any number of ranks and any stage, or set single states with "
+                        f"shardledger.utils.safe_set_full_optimizer_state."
+                    )
 
     def _refuse_others(self, *_: Any) -> None:
         if not self.running:
@@ -268,6 +300,10 @@ class Stepper:
                 continue
             part = gradient[piece.start : piece.start + piece.values.numel()]
             piece.values.grad = part.view(piece.values.shape)
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _refuse_ended(*_: Any) -> None:
