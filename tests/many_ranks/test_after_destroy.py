@@ -1,6 +1,7 @@
 """What is left of an engine that was destroyed: no byte, no hook, and no way to compute with what is gone."""
 
 import gc
+import tempfile
 import weakref
 
 import pytest
@@ -66,6 +67,12 @@ def leave_without_collecting():
                     found.append((stage, moment, before, batch, *leave_at(moment, stage)))
             found.append((3, "tree", before, batch, *leave_at("window", 3, shardledger={"reproducible": True})))
             found.append((2, "bf16", before, batch, *leave_at("reducing", 2, precision="bf16")))
+            disk = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
+            for stage, zero in (
+                (2, {"offload_optimizer": disk}),
+                (3, {"offload_optimizer": disk, "offload_param": disk}),
+            ):
+                found.append((stage, "disk", before, batch, *leave_at("reducing", stage, zero=zero)))
             found.append((2, "checks", before, batch, *leave_at("window", 2, shardledger={"checks": "full"})))
         finally:
             gc.enable()

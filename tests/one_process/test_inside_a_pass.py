@@ -72,6 +72,28 @@ def test_a_weight_written_in_forward_is_kept_where_it_stays_and_refused_where_it
         train(how, 3, precision)
 
 
+@pytest.mark.parametrize("home", ("cpu", "nvme"))
+@pytest.mark.parametrize("precision", ("fp32", "bf16"))
+def test_edits_of_weights_reach_masters_that_rest_elsewhere(precision, home, tmp_path):
+    def edited(zero):
+        engine = sl.initialize(model=model_of(""), config=config(2, precision=precision, zero=zero))[0]
+        for moment in ("after the step", "after backward"):
+            if moment == "after the step":
+                engine.backward(engine(torch.ones(2, 4)).float().square().mean())
+                engine.step()
+            else:
+                engine.backward(engine(torch.ones(2, 4)).float().square().mean())
+            with torch.no_grad():
+                engine.module[1].layer.weight.mul_(0.5)
+        engine.step()
+        weights = engine.state_dict()
+        engine.destroy()
+        return weights
+
+    right, ours = edited({}), edited({"offload_optimizer": {"device": home, "nvme_path": str(tmp_path)}})
+    assert all(torch.equal(value, right[name]) for name, value in ours.items())
+
+
 def test_an_engine_that_refused_such_a_write_goes_on():
     engine = sl.initialize(model=model_of("weight"), config=config(3))[0]
     with pytest.raises(EngineStateError, match="was written to"):

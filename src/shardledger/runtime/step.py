@@ -205,6 +205,7 @@ class Stepper:
         """Let go of all tensors; the optimizer has no parameters from now on, and refuses to step over none."""
         self._gradients = []
         self._pieces = []
+        self.offload = None
         for guard in self._guards:
             guard.remove()
         self.optimizer.register_step_pre_hook(_refuse_ended)
