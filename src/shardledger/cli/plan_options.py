@@ -24,8 +24,10 @@ class PlanOptions:
     params: str | None = None
     model: str | None = None
     world: int = 1
-    precision: str = "bf16"
-    optimizer: str = "adamw"
+    precision: str | None = None
+    """None: the configuration's, or bf16 without one."""
+    optimizer: str | None = None
+    """None: the configuration's, or AdamW."""
     no_master: bool = False
     frozen: float = 0.0
     device_memory: str | None = None
@@ -41,6 +43,9 @@ class PlanOptions:
     task_samples: int | None = None
     bandwidth: str | None = None
     flops: str | None = None
+    link: str | None = None
+    disk: str | None = None
+    nvme_path: str | None = None
     measure: bool = False
     verify: bool = False
     memory_budget: str | None = None
@@ -59,6 +64,10 @@ class Hardware:
     ranks_per_machine: int
     bandwidth: float | None
     flops: float | None
+    link: float | None = None
+    """Bytes per second between a device and host memory."""
+    disk: float | None = None
+    """Bytes per second of the disk."""
 
 
 def hardware_of(options: PlanOptions) -> Hardware:
@@ -70,6 +79,8 @@ def hardware_of(options: PlanOptions) -> Hardware:
         ranks_per_machine=options.per_machine or min(options.world, DEFAULT_RANKS_PER_MACHINE),
         bandwidth=read("--bandwidth", options.bandwidth, bandwidth),
         flops=read("--flops", options.flops, flop_rate),
+        link=read("--link", options.link, bandwidth),
+        disk=read("--disk", options.disk, bandwidth),
     )
 
 
@@ -81,14 +92,18 @@ def situation_of(options: PlanOptions, hardware: Hardware, device_memory: int, *
         ranks_per_machine=hardware.ranks_per_machine,
         bandwidth=hardware.bandwidth,
         flops=hardware.flops,
+        link=hardware.link,
+        disk=hardware.disk,
         task_samples=options.task_samples,
         **facts,
     )
 
 
-def framework_of(options: PlanOptions) -> int:
-    """Bytes on the device before the model. Raises ConfigError."""
-    return read("--framework", options.framework, byte_size) or 0
+def framework_of(options: PlanOptions) -> int | None:
+    """Bytes on the device before the model; None where the option was not given. Raises ConfigError."""
+    if options.framework is not None and options.framework.strip() == "0":
+        return 0
+    return read("--framework", options.framework, byte_size)
 
 
 def read(option: str, text: str | None, parse: Callable[[object], T]) -> T | None:
@@ -118,6 +133,25 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
     raise ConfigError(f"{option} {value!r} is not known here; {hint}")
 
 
+def _budget_above(budget: str, device: str) -> list[str]:
+    try:
+        if byte_size(budget) <= byte_size(device):
+            return []
+    except ValueError:  # told where the options are read
+        return []
+    return [f"--memory-budget {budget} is more than --device-memory {device}: the peak could not stay under both"]
+
+
+def precision_of(options: PlanOptions) -> str:
+    """``--precision``, or bf16. Raises ConfigError."""
+    return one_of("--precision", options.precision or "bf16", tuple(PRECISION_BYTES))
+
+
+def optimizer_of(options: PlanOptions) -> str:
+    """``--optimizer``, or AdamW. Raises ConfigError."""
+    return one_of("--optimizer", options.optimizer or "adamw", tuple(OPTIMIZER_BYTES))
+
+
 def check_options(options: PlanOptions) -> None:
     """Refuse what contradicts itself. Raises ConfigError with every problem."""
     problems = []
@@ -140,6 +174,14 @@ def check_options(options: PlanOptions) -> None:
         problems.append(f"--frozen {options.frozen:g} is not a share between 0 and 1 (0.99 freezes 99 %)")
     if options.model is not None and options.frozen:
         problems.append("--frozen goes with --params; with --model the model's own requires_grad decides")
+    if options.model is not None and options.no_master:
+        problems.append(
+            "--no-master goes with --params: what the engine keeps for --model has masters in 16-bit training"
+        )
+    if options.flops is not None and options.bandwidth is None and not options.measure:
+        problems.append("--flops needs --bandwidth, as in --bandwidth 50GB/s: a step computes and sends")
+    if options.device_memory is not None and options.memory_budget is not None:
+        problems += _budget_above(options.memory_budget, options.device_memory)
     if options.write is not None and options.device_memory is None and options.memory_budget is None:
         problems.append("--write needs --device-memory: without it there is nothing to recommend")
     for name in ("write", "plot"):
@@ -148,8 +190,8 @@ def check_options(options: PlanOptions) -> None:
             problems.append(f"--{name} {target}: there is no folder {Path(target).parent}")
     for check in (
         lambda: one_of("--device", options.device, ("cuda", "cpu")),
-        lambda: one_of("--precision", options.precision, tuple(PRECISION_BYTES)),
-        lambda: one_of("--optimizer", options.optimizer, tuple(OPTIMIZER_BYTES)),
+        lambda: precision_of(options),
+        lambda: optimizer_of(options),
     ):
         try:
             check()
