@@ -55,6 +55,7 @@ class Hooks:
         self._handles = []
         self._schedule.in_backward = False
         self._on_backward_begin = self._on_backward_end = self._on_broken_pass = _ended
+        self._on_failure = _say_nothing
 
     def gather_on_demand(self, unit: int) -> None:
         """A backward pass that no output announced needs a unit's weights."""
@@ -148,6 +149,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name))
     elif isinstance(value, SimpleNamespace):
         yield from tensors_in(vars(value))
+
+
+def _say_nothing(error: BaseException) -> None:
+    return
 
 
 def _ended() -> None:
