@@ -255,7 +255,23 @@ class CheckpointSection(Section):
     keep_every: Positive | None = Field(None, description="those of steps that this divides stay beside the last ones")
 
 
-class ShardledgerSection(Section):
+class StepSection(Section):
+    """What a step does with the whole gradient; keys of ``shardledger``."""
+
+    gradient_clipping_norm: Literal["l2", "inf"] = Field(
+        "l2",
+        description="norm of the whole gradient that gradient_clipping limits and the step reports: l2, or inf, the largest "
+        "absolute value of an element",
+    )
+    nonfinite: Literal["skip", "raise"] = Field(
+        "skip", description="what all ranks do when a gradient is inf or NaN: skip the step with a warning, or raise"
+    )
+    max_consecutive_skips: Positive = Field(
+        10, description="steps skipped in a row after which the run ends (a dynamic loss scale has its own end)"
+    )
+
+
+class ShardledgerSection(StepSection):
     """The keys that DeepSpeed does not have."""
 
     units: tuple[str, ...] | None = Field(
@@ -278,12 +294,6 @@ class ShardledgerSection(Section):
     )
     cast_inputs: Flag = Field(
         True, description="cast fp32 tensors given to the model to the dtype of bf16 or fp16 training"
-    )
-    nonfinite: Literal["skip", "raise"] = Field(
-        "skip", description="what all ranks do when a gradient is inf or NaN: skip the step with a warning, or raise"
-    )
-    max_consecutive_skips: Positive = Field(
-        10, description="steps skipped in a row after which the run ends (a dynamic loss scale has its own end)"
     )
     timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
     reproducible: Flag = Field(

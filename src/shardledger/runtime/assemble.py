@@ -151,7 +151,7 @@ class Parts:
     def abort(self) -> None:
         """Clean up after an exception: wait for what is under way, return to shards, drop the window's gradients."""
         self.executor.drain()
-        self.executor.perform(self.schedule.abort())
+        self.executor.perform(self.schedule.abort(), after_failure=True)
         for unit in self.units:
             for gradients in unit.gradients:
                 gradients.reset()
@@ -191,7 +191,7 @@ def assemble(site: Site) -> Parts:
             hooks,
             site.transport,
             plan,
-            Watch(site.model, units),
+            Watch(site.model, units, site.offload),
             SavedWeights(units, hooks.gather_on_demand),
             scaling=plan.precision.loss_scale is not None,
             undo=tuple(wrapped),
@@ -218,15 +218,23 @@ def assemble(site: Site) -> Parts:
 
 
 def take_apart(parts: Parts) -> None:
-    """Detach from the model and drop the engine's tensors. Parameters that are whole keep their values."""
+    """Detach from the model and let go of every tensor now, not when Python next looks for cycles.
+
+    Parameters that are whole keep their values; those that are sharded have none until they are loaded.
+    """
     parts.hooks.remove()
     parts.leaves.clear()
+    parts.executor.forget()
+    if parts.stepper is not None:
+        parts.stepper.forget()
     parts.stepper = parts.explain = None
     for module in parts.undo:
         module.__dict__.pop("forward", None)
     for unit in parts.units:
         for gradients in unit.gradients:
-            gradients.remove_hooks()
+            gradients.forget()
+        for flat in unit.flats:
+            flat.forget()
         unit.gradients.clear()
         unit.flats.clear()
     try:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.variable import Variable
 
+from shardledger.errors import EngineStateError
 from shardledger.runtime.executor import Executor
 from shardledger.runtime.schedule import Action, Schedule
 from shardledger.runtime.unit import Unit
@@ -49,10 +50,13 @@ class Hooks:
             self._handles.append(unit.module.register_forward_hook(partial(self._post_forward, unit)))
 
     def remove(self) -> None:
-        """Detach from the model."""
+        """Detach from the model. Graphs that are still around are refused their backward pass."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._schedule.in_backward = False
+        self._on_backward_begin = self._on_backward_end = self._on_broken_pass = _ended
+        self._on_failure = _say_nothing
 
     def gather_on_demand(self, unit: int) -> None:
         """A backward pass that no output announced needs a unit's weights."""
@@ -146,6 +150,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name))
     elif isinstance(value, SimpleNamespace):
         yield from tensors_in(vars(value))
+
+
+def _say_nothing(error: BaseException) -> None:
+    return
+
+
+def _ended() -> None:
+    raise EngineStateError(
+        "the backward pass reached a module whose engine was destroyed: its gradients have nowhere to go. Run backward "
+        "before engine.destroy(), or build a new graph."
+    )
 
 
 def _running_backward() -> bool:
