@@ -222,6 +222,15 @@ def take_apart(parts: Parts) -> None:
 
     Parameters that are whole keep their values; those that are sharded have none until they are loaded.
     """
+    try:
+        if parts.put_away is not None:
+            parts.put_away.end()
+    finally:
+        _let_go(parts)
+
+
+def _let_go(parts: Parts) -> None:
+    parts.put_away = None
     parts.hooks.remove()
     parts.leaves.clear()
     parts.executor.forget()
@@ -237,12 +246,8 @@ def take_apart(parts: Parts) -> None:
             flat.forget()
         unit.gradients.clear()
         unit.flats.clear()
-    try:
-        if parts.put_away is not None:
-            parts.put_away.end()
-    finally:
-        if parts.offload is not None:
-            parts.offload.close()
+    if parts.offload is not None:
+        parts.offload.close()
 
 
 def weights_of(units: Sequence[Unit]) -> list[torch.Tensor]:

@@ -55,7 +55,7 @@ class Hooks:
             handle.remove()
         self._handles = []
         self._schedule.in_backward = False
-        self._on_backward_begin = self._on_backward_end = self._on_broken_pass = _ended
+        self._on_forward_begin = self._on_backward_begin = self._on_backward_end = _ended
         self._on_failure = _say_nothing
 
     def gather_on_demand(self, unit: int) -> None:
@@ -156,7 +156,7 @@ def _say_nothing(error: BaseException) -> None:
     return
 
 
-def _ended() -> None:
+def _ended(*_: object) -> None:
     raise EngineStateError(
         "the backward pass reached a module whose engine was destroyed: its gradients have nowhere to go. Run backward "
         "before engine.destroy(), or build a new graph."
