@@ -185,17 +185,17 @@ class Engine(OffloadCalls):
                 "it to initialize (optimizer=...)."
             )
         parts.watch.check(thorough=parts.executor.measuring or self._checks is not None)
-        if parts.unsynced:
-            parts.executor.reduce_everything()
-            parts.unsynced = False
-        parts.enter("step")
         first = progress.last is None
-        window = Window(progress.window_weight, self.plan.step.clip_norm, progress.global_steps + 1)
-        progress.end_window()
-        parts.mode.widen = not parts.executor.sync
-        if self._checks is not None:
-            self._checks.before_step(window.step)
         try:
+            if parts.unsynced:
+                parts.executor.reduce_everything()
+                parts.unsynced = False
+            parts.enter("step")
+            window = Window(progress.window_weight, self.plan.step.clip_norm, progress.global_steps + 1)
+            progress.end_window()
+            parts.mode.widen = not parts.executor.sync
+            if self._checks is not None:
+                self._checks.before_step(window.step)
             with self._at("step", parts):
                 outcome = self._stepper.step(parts.executor, window)
         except BaseException:

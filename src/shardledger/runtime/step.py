@@ -102,8 +102,11 @@ class Stepper:
             blame = "" if applied else self._find_blame()
             if applied:
                 self._update(executor, coefficient / divisor if divisor else 0.0, present)
-        finally:
-            self.discard()  # an interrupted step has scaled some of them: none may come into the next one
+        except BaseException:
+            # Some may be scaled, others in flight: the engine drains and resets them, so that none comes into the next step.
+            self._let_go()
+            raise
+        self.discard()
         self._judge(applied, blame, window.step)
         return StepOutcome(norm, coefficient, applied, blame)
 
@@ -204,6 +207,10 @@ class Stepper:
         """Forget the gradients of this accumulation window."""
         for gradients in self._gradients:
             gradients.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """The optimizer has no gradients any more."""
         for piece in self._pieces:
             piece.values.grad = None
 
