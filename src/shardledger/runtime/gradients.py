@@ -203,7 +203,7 @@ class FlatGradients:
             self._move(GradState.PENDING)
             if self.local is None and dtype is not None:
                 self.local = self._empty(dtype)
-        self._show(held=True)
+        self._stand_ins.show(self.present)
         return self.local if any(rounds) else None
 
     def unreduced(self, index: int) -> torch.Tensor | None:
