@@ -9,15 +9,14 @@ from shardledger.runtime.assemble import Parts, take_apart
 from shardledger.runtime.gathered import live, withdraw
 from shardledger.transport import Transport
 
-_installed: list[bool] = []
+_installed: list[object] = []
 
 
 def listen_for_the_end() -> None:
     """From now on an exception that nobody catches is told to the ranks of every live engine, then handled as before."""
-    if _installed:
-        return
-    _installed.append(True)
     before = sys.excepthook
+    if before in _installed:  # looked up each time: programs replace the hook, too
+        return
 
     def tell_and_go_on(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # A bare loss.backward() that ran out of memory, say: of several engines the one that it left in the middle.
@@ -27,6 +26,7 @@ def listen_for_the_end() -> None:
         tell_of(error)
 
     sys.excepthook = tell_and_go_on
+    _installed.append(tell_and_go_on)
 
 
 def tell_of(error: BaseException) -> None:
