@@ -87,7 +87,7 @@ class Offload:
     def settle_in(self, index: int, flat: FlatParameters) -> None:
         """Bring the initial values of flat number ``index`` to their homes."""
         tiles = [LiveTile(flat, tile, place, self._dtypes, self.files) for tile, place in self.tile_plan.tiles[index]]
-        if not flat.homes.moved and flat.homes.shard is Home.DEVICE:
+        if not flat.homes.leaves_device:
             return
         self.tiles[id(flat)] = tiles
         self._put_away(flat, None, keep=True)
