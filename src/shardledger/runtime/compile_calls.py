@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,11 @@ class CompileCalls:
                 f"them; the passes of DeepCompile and compiled autograd would run without those. Leave it out."
             )
         modules = [unit.module for unit in parts.units[1:]] or [parts.units[0].module]
-        compiler = partial(torch.compile, backend=backend, **(compile_kwargs or {}))
+        arguments = dict(compile_kwargs or {})
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:
+            # torch's is 8 for all modules of a class; blocks that know their number in the model take one each, or two.
+            arguments.setdefault("recompile_limit", 8 + 2 * len(modules))
+        compiler = partial(torch.compile, backend=backend, **arguments)
         try:
             parts.forwards.compile(compiler, modules, released=parts.released)
         except (TypeError, ValueError, RuntimeError) as error:
