@@ -13,6 +13,7 @@ import torch
 from shardledger.errors import EngineStateError
 from shardledger.plan.plan import Plan
 from shardledger.runtime import exact
+from shardledger.runtime.bucket_step import BucketStep
 from shardledger.runtime.executor import Executor
 from shardledger.runtime.gradients import FlatGradients
 from shardledger.runtime.loss_scale import LossScaler
@@ -75,12 +76,16 @@ class Stepper:
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.skipped_in_a_row = 0
         self._gradients = [g for unit in units for g in unit.gradients]
+        self._gradients_of = {id(g.flat): g for g in self._gradients}
         self._pieces = pieces
         self._held = _tensors_of(optimizer)
         self._guards = (
             optimizer.register_step_pre_hook(self._refuse_others),
             optimizer.register_load_state_dict_pre_hook(self._refuse_states),
         )
+        self.own_hooks = {self._guards[0].id}
+        """Hooks on the optimizer's steps that may fire several times a step."""
+        self._buckets = BucketStep(units, pieces, optimizer) if offload is None else None
         self._transport = transport
         self._plan = plan
 
@@ -112,19 +117,20 @@ class Stepper:
 
     def _update(self, executor: Executor, factor: float, present: Mapping[str, bool]) -> None:
         """Scale the gradients, update the masters, and bring the new weights to every rank."""
-        if self.offload is None:
+        sum_of = partial(self._sum_of, factor)
+        if self.offload is not None:
+            TileStep(self.offload, self.optimizer, self._run_optimizer).run(executor, self._pieces, present, sum_of)
+        elif self._buckets is not None and self._buckets.pays(self.own_hooks):
+            self._buckets.run(executor, self._run_optimizer, present, sum_of)
+        else:
             self._hand_over(factor, present)
             self._run_optimizer()
             executor.publish()
-        else:
-            ready = TileStep(self.offload, self.optimizer, self._run_optimizer)
-            ready.run(executor, self._pieces, present, partial(self._sum_of, factor))
 
     def _sum_of(self, factor: float, flat: FlatParameters) -> torch.Tensor | None:
         """The scaled gradient of a flat, where its optimizer step is taken."""
-        gradients = next(g for g in self._gradients if g.flat is flat)
-        found = scaled_sum(gradients, factor)
-        if found is None or self.offload is None or not flat.homes.moved or gradients.sum_is_away:
+        found = scaled_sum(self._gradients_of[id(flat)], factor)
+        if found is None or self.offload is None or not flat.homes.moved or self._gradients_of[id(flat)].sum_is_away:
             return found
         return self.offload.on_host(found)
 
@@ -216,9 +222,9 @@ class Stepper:
 
     def forget(self) -> None:
         """Let go of all tensors; the optimizer has no parameters from now on, and refuses to step over none."""
-        self._gradients = []
+        self._gradients, self._gradients_of = [], {}
         self._pieces = []
-        self.offload = None
+        self.offload = self._buckets = None
         for guard in self._guards:
             guard.remove()
         self.optimizer.register_step_pre_hook(_refuse_ended)
