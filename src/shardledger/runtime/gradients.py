@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from shardledger.layout.flat import FlatLayout
 from shardledger.runtime.held import StandIns
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.states import GradState, move
@@ -94,11 +95,11 @@ class FlatGradients:
         self._round = [False] * len(flat.parameters)
         """Which have one in the current ``local``."""
         self._left = len(flat.parameters)
+        self._places = _Places.of(flat.layout)
         self._stand_ins = StandIns(flat.parameters, [slot.name for slot in flat.layout.slots])
-        self._listener = listener
         self._stand_ins.hide()  # what the model brings along is not of this engine's window
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            parameter.register_post_accumulate_grad_hook(self._hook(index, listener))
             for index, parameter in enumerate(flat.parameters)
         ]
 
@@ -156,14 +157,12 @@ class FlatGradients:
         self._ensure_local()
         local = self.local
         assert local is not None
-        end = 0
-        for index, slot in enumerate(self.flat.layout.slots):
-            if slot.start > end:
-                local[end : slot.start].zero_()
-            end = slot.start + slot.numel
-            if not self._round[index]:
-                local[slot.start : end].zero_()
-        local[self.flat.layout.numel :].zero_()
+        for start, end in self._places.gaps:
+            local[start:end].zero_()
+        if not all(self._round):
+            for came, (start, end) in zip(self._round, self._places.spans, strict=True):
+                if not came:
+                    local[start:end].zero_()
         self._look_at(local)
         self._move(GradState.PENDING)
         self._move(GradState.REDUCING)
@@ -276,40 +275,38 @@ class FlatGradients:
         self.reduced = self.reduced.new_empty(0)
         self._stand_ins.forget()
 
-    def _hook(self, index: int) -> Callable[[nn.Parameter], None]:
+    def _hook(self, index: int, listener: GradientListener) -> Callable[[nn.Parameter], None]:
+        """Moves one fresh gradient into the flat. It runs for every parameter, so it looks up as little as it can."""
+        size, stride, start = self._places.strided[index]
+        mode, unit = self._mode, self.flat.layout.unit
+
         def accumulated(parameter: nn.Parameter) -> None:
-            self._take(index, parameter)
+            fresh = parameter.grad
+            if fresh is None:
+                return
+            parameter.grad = None  # first: the announcement clears what earlier passes left
+            listener.gradient_arrived()
+            if self.state is GradState.REDUCING:
+                listener.flat_busy()
+            if self.local is None:
+                self._ensure_local()
+            if self.state is not GradState.PENDING:
+                self._move(GradState.PENDING)
+            assert self.local is not None
+            target = self.local.as_strided(size, stride, start)
+            if self._round[index]:
+                if not mode.mute:
+                    target.add_(fresh)
+            elif mode.mute:
+                target.zero_()
+            else:
+                target.copy_(fresh)
+            self._round[index] = self.present[index] = True
+            self._left -= 1
+            if self._left == 0:
+                listener.flat_complete(unit)
 
         return accumulated
-
-    def _take(self, index: int, parameter: nn.Parameter) -> None:
-        """Move one fresh gradient into the flat."""
-        fresh, parameter.grad = parameter.grad, None  # taken first: the announcement clears what earlier passes left
-        if fresh is None:
-            return
-        self._listener.gradient_arrived()
-        if self.state is GradState.REDUCING:
-            self._listener.flat_busy()
-        self._ensure_local()
-        assert self.local is not None
-        if self.state is not GradState.PENDING:
-            self._move(GradState.PENDING)
-        slot = self.flat.layout.slots[index]
-        target = self.local[slot.start : slot.start + slot.numel].view(slot.shape)
-        first = not self._round[index]
-        if self._mode.mute:
-            if first:
-                target.zero_()
-        elif first:
-            target.copy_(fresh)
-        else:
-            target.add_(fresh)
-        self._round[index] = True
-        if not self.present[index]:
-            self.present[index] = True
-        self._left -= 1
-        if self._left == 0:
-            self._listener.flat_complete(self.flat.layout.unit)
 
     def _ensure_local(self) -> None:
         if self.local is None:
@@ -329,3 +326,33 @@ class FlatGradients:
     def _move(self, to: GradState) -> None:
         move(self.state, to, self.flat.layout.slots[0].name, self.flat.rank)
         self.state = to
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where parameters lie in a flat, worked out once."""
+
+    spans: tuple[tuple[int, int], ...]
+    """First and last (excluded) element of each."""
+    strided: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    """Shape, strides and first element of each."""
+    gaps: tuple[tuple[int, int], ...]
+    """What belongs to none."""
+
+    @classmethod
+    def of(cls, layout: FlatLayout) -> _Places:
+        """The places of ``layout``."""
+        spans = tuple((slot.start, slot.start + slot.numel) for slot in layout.slots)
+        strided = tuple((slot.shape, contiguous_strides(slot.shape), slot.start) for slot in layout.slots)
+        ends, starts = [0, *(end for _, end in spans)], [*(start for start, _ in spans), layout.padded_numel]
+        gaps = tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
+        return cls(spans, strided, gaps)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor whose last dimension lies together."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -77,6 +77,7 @@ class Stepper:
         self.skipped_in_a_row = 0
         self._gradients = [g for unit in units for g in unit.gradients]
         self._gradients_of = {id(g.flat): g for g in self._gradients}
+        self._names = [slot.name for gradients in self._gradients for slot in gradients.flat.layout.slots]
         self._pieces = pieces
         self._held = _tensors_of(optimizer)
         self._guards = (
@@ -271,17 +272,11 @@ class Stepper:
         Squares are added over this rank's shards in fp64, then over ranks in rank order, at every stage alike. Where the
         plan's norm is the largest absolute value, that is what travels instead.
         """
-        names, flags = [], []
-        for gradients in self._gradients:
-            names += [slot.name for slot in gradients.flat.layout.slots]
-            flags += gradients.present
+        flags = [flag for gradients in self._gradients for flag in gradients.present]
         by_largest = self._plan.step.norm == "inf"
         norm = self._exact_norm() if self._plan.reproducible and not by_largest else None
         measure = exact.largest(self._shards()) if by_largest else self._local_square() if norm is None else 0.0
-        words = [
-            sum(1 << bit for bit, f in enumerate(flags[i : i + FLAGS_PER_NUMBER]) if f)
-            for i in range(0, len(flags), FLAGS_PER_NUMBER)
-        ]
+        words = _words(flags)
         rows = self._transport.exchange(
             torch.tensor([measure, weight, *words], dtype=torch.float64), "exchange of the gradient norm"
         ).tolist()
@@ -294,9 +289,11 @@ class Stepper:
         merged = [0] * len(words)
         for row in rows:
             merged = [a | int(b) for a, b in zip(merged, row[2:], strict=True)]
-        present = {
-            name: bool(merged[i // FLAGS_PER_NUMBER] >> (i % FLAGS_PER_NUMBER) & 1) for i, name in enumerate(names)
-        }
+        if merged == words and all(flags):
+            present = dict.fromkeys(self._names, True)
+        else:
+            bits = (merged[i // FLAGS_PER_NUMBER] >> (i % FLAGS_PER_NUMBER) & 1 for i in range(len(flags)))
+            present = {name: bool(bit) for name, bit in zip(self._names, bits, strict=True)}
         return math.sqrt(total) if norm is None else norm, total_weight, present
 
     def _shards(self) -> list[torch.Tensor]:
@@ -335,6 +332,12 @@ def scaled_sum(gradients: FlatGradients, factor: float) -> torch.Tensor | None:
     if reduced.dtype != flat.master_dtype:
         reduced = reduced.to(flat.master_dtype)
     return reduced if factor == 1.0 else reduced.mul_(factor)
+
+
+def _words(flags: Sequence[bool]) -> list[int]:
+    """Flags as bits of numbers, ``FLAGS_PER_NUMBER`` each, the first one lowest."""
+    digits = "".join("1" if flag else "0" for flag in flags)
+    return [int(digits[i : i + FLAGS_PER_NUMBER][::-1], 2) for i in range(0, len(digits), FLAGS_PER_NUMBER)]
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> int:
