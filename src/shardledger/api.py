@@ -53,6 +53,7 @@ from shardledger.runtime.step import Stepper
 from shardledger.runtime.training_state import TrainingState
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Place, Transport, find_place, join, leave
+from shardledger.transport.heap import keep_freed_memory
 from shardledger.workload.training_loader import PositionedSampler, TrainingLoader
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         trained = [p.name for p in spec.parameters if p.trainable]
         groups = groups_of(_group_source(wanted), parameter_names(model), trained)
         site = Site(model, plan, layout, transport, target, _offload(plan, layout, (recipe, groups), transport, target))
+        if site.offload is None and target.type == "cpu":
+            keep_freed_memory(4 * max((flat.padded_numel for flat in layout.flats), default=0))
         parts = assemble(site)
         made, pieces = _build_optimizer(parts, recipe, groups)
         stepper = Stepper(parts.units, pieces, made, transport, plan, site.offload)

@@ -83,7 +83,7 @@ class FlatGradients:
         self.has_sum = False
         """Whether ``reduced`` holds anything of this window."""
         self.probe: torch.Tensor | None = None
-        """Two numbers, finite when this rank's own gradients of the window are; read only when the norm is not."""
+        """A number, finite when this rank's own gradients of the window are; read only when the norm is not."""
         self.partial: TreeSum | None = TreeSum() if rule.tree else None
         """Sums of micro-batches that wait for their neighbour in the tree (reproducible mode)."""
         self._mode = mode
@@ -212,11 +212,14 @@ class FlatGradients:
         return self.local[slot.start : slot.start + slot.numel] if known and self.local is not None else None
 
     def _look_at(self, local: torch.Tensor) -> None:
-        """Keep two numbers that are finite when all of ``local`` is; one pass at memory speed, no synchronisation."""
-        real = torch.view_as_real(local) if local.is_complex() else local
-        extremes = torch.stack(torch.aminmax(real)).float() if real.numel() else None
-        if extremes is not None:
-            self.probe = extremes if self.probe is None else self.probe + extremes
+        """Keep one number that is finite when all of ``local`` is; one pass at memory speed, no synchronisation.
+
+        A sum, which reads twice as fast as a search for extremes. No infinite value or NaN can leave it finite; that finite
+        ones add up to more than fp32 holds is possible, but then this is read only when some other is infinite.
+        """
+        wide = torch.float32 if local.dtype in (torch.bfloat16, torch.float16) else local.dtype
+        total = local.sum(dtype=wide)
+        self.probe = total if self.probe is None else self.probe + total
 
     def target(self) -> tuple[torch.Tensor, bool]:
         """Where a reduction writes this rank's interval, and whether it adds to what is there."""
