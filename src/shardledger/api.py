@@ -54,6 +54,7 @@ from shardledger.runtime.step import Stepper
 from shardledger.runtime.training_state import TrainingState
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Place, Transport, find_place, join, leave
+from shardledger.transport.heap import keep_freed_memory
 from shardledger.workload.training_loader import PositionedSampler, TrainingLoader
 
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ def _initialize(
         trained = [p.name for p in spec.parameters if p.trainable]
         groups = groups_of(_group_source(wanted), parameter_names(model), trained)
         site = Site(model, plan, layout, transport, target, _offload(plan, layout, (recipe, groups), transport, target))
+        if site.offload is None and target.type == "cpu":
+            keep_freed_memory(4 * max((flat.padded_numel for flat in layout.flats), default=0))
         parts = assemble(site)
         parts.forwards.adopt(aside, [unit.module for unit in parts.units[1:]], released=parts.released)
         made, pieces = _build_optimizer(parts, recipe, groups)

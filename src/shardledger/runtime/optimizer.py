@@ -82,10 +82,12 @@ def make_pieces(units: Iterable[Unit], *, whole: bool, tile_numel: int | None = 
 
 def point(piece: Piece, gradient: torch.Tensor | None, present: Mapping[str, bool]) -> None:
     """Point a piece at its part of its flat's gradient. Without a gradient on any rank it has none."""
+    values = piece.values
     if gradient is None or not present[piece.name]:
-        piece.values.grad = None
+        values.grad = None
     else:
-        piece.values.grad = gradient[piece.start : piece.start + piece.values.numel()].view(piece.values.shape)
+        part = gradient.narrow(0, piece.start, values.numel())
+        values.grad = part if values.dim() == 1 else part.view(values.shape)
 
 
 def recipe_class(recipe: Recipe) -> type[torch.optim.Optimizer]:

@@ -23,7 +23,7 @@ from shardledger.runtime.states import ParamState
 from shardledger.runtime.unit import Unit
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _SavedWeight:
     view: torch.Tensor
     flat: FlatParameters
@@ -83,7 +83,9 @@ class SavedWeights:
 
     def _pack(self, tensor: torch.Tensor) -> Kept | _SavedWeight:
         flat = self._flats.get(tensor.untyped_storage()._cdata)
-        return keep(tensor) if flat is None else _SavedWeight(tensor.detach(), flat, self.updates)
+        if flat is None:
+            return tensor.detach(), tensor._version
+        return _SavedWeight(tensor.detach(), flat, self.updates)
 
     def _unpack(self, packed: Kept | _SavedWeight) -> torch.Tensor:
         if isinstance(packed, tuple):
