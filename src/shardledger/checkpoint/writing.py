@@ -92,7 +92,7 @@ class RankWriter:
         self._write(name, tuple(records) if entries else (), parts_of(tensors))
 
     def _write(self, name: str, entries: tuple[Entry, ...], parts: list[memoryview]) -> None:
-        """Begin to write a file and bring it to the disk, as soon as not too many are under way."""
+        """Begin to write a file, as soon as not too many are under way."""
         if len(self._records) >= _WRITERS:
             # Tensors that came from a device are freed when they are written, and an error ends the save now.
             self._records[-_WRITERS].written.result()
