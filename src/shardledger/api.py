@@ -122,7 +122,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     layout = build_layout(plan, spec)
     bounds = _bounds(settings, spec, place, recipe)
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    transport, created = join(place, target, settings.shardledger.timeout_s, may_create=dist_init_required is not False)
+    wire, timeout_s = plan.communication.wire, plan.communication.timeout_s
+    transport, created = join(place, target, timeout_s, may_create=dist_init_required is not False, wire=wire)
     _pin(plan, target)
     parts: Parts | None = None
     try:

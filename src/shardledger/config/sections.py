@@ -237,6 +237,10 @@ class ShardledgerSection(Section):
         10, description="steps skipped in a row after which the run ends (a dynamic loss scale has its own end)"
     )
     timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
+    transport: Literal["auto", "shared_memory", "gloo"] = Field(
+        "auto",
+        description="how CPU ranks exchange payloads; auto: out of each other's memory where all are on one machine",
+    )
     reproducible: Flag = Field(
         False, description="results that depend on the global batch alone, not on the stage or the number of ranks"
     )

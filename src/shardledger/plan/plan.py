@@ -59,6 +59,8 @@ class Communication:
     """Mean over ranks (else sum)."""
     timeout_s: float
     """Seconds after which a silent rank is an error."""
+    wire: str
+    """How ranks on CPUs exchange payloads: ``"auto"``, ``"shared_memory"`` or ``"gloo"``."""
 
 
 @dataclass(frozen=True, kw_only=True)
