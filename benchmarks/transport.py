@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/transport.py [--model gpt:25m] [--stages 0 1 2 3] [--rounds 9]
 
 Both take turns, a step each, the first of a round by turns; prints milliseconds a step, the median over rounds of gloo's
-time by shared memory's (above 1: shared memory is faster) with the smallest and the largest, and the same of the seconds
-that rank 0 waited in collectives.
+time by shared memory's (above 1: shared memory is faster) with the smallest and the largest, then rank 0's milliseconds of
+processor time (all its threads) and of waiting in collectives. On a busy machine look at the processor's.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def engine_of(model: str, stage: int, wire: str, bf16: bool) -> sl.Engine:
     return sl.initialize(model=load_model(model, TOKENS), config=config, device="cpu")[0]
 
 
-def step(engine: sl.Engine, source: torch.Generator) -> tuple[float, float]:
-    """Seconds of one training step on tokens of this rank, and how many of them it waited in collectives."""
+def step(engine: sl.Engine, source: torch.Generator) -> tuple[float, float, float]:
+    """Seconds of one training step on tokens of this rank, of the processor, and of waiting in collectives."""
     tokens = torch.randint(0, 256, (SEQUENCES, TOKENS + 1), generator=source)
     torch.distributed.barrier()
-    start, waited = time.perf_counter(), engine.comm_wait_s
+    start, busy, waited = time.perf_counter(), time.process_time(), engine.comm_wait_s
     engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
     engine.step()
-    return time.perf_counter() - start, engine.comm_wait_s - waited
+    return time.perf_counter() - start, time.process_time() - busy, engine.comm_wait_s - waited
 
 
 def compare(stage: int, arguments: argparse.Namespace) -> None:
     """Measure one stage and print its line."""
     engines = {wire: engine_of(arguments.model, stage, wire, arguments.bf16) for wire in WIRES}
     source = torch.Generator().manual_seed(torch.distributed.get_rank())
-    taken: dict[str, list[tuple[float, float]]] = {wire: [] for wire in WIRES}
+    taken: dict[str, list[tuple[float, float, float]]] = {wire: [] for wire in WIRES}
     for turn in range(arguments.rounds + 2):
         for wire in WIRES if turn % 2 else reversed(WIRES):
             seconds = step(engines[wire], source)
@@ -60,12 +60,12 @@ def compare(stage: int, arguments: argparse.Namespace) -> None:
     for engine in engines.values():
         engine.destroy()
     if torch.distributed.get_rank() == 0:
-        steps, waits = ({wire: [t[i] for t in taken[wire]] for wire in WIRES} for i in (0, 1))
-        ratios = sorted(a / b for a, b in zip(*steps.values(), strict=True))
-        times = " ".join(f"{statistics.median(steps[wire]) * 1e3:7.1f}" for wire in WIRES)
-        waited = " ".join(f"{statistics.median(waits[wire]) * 1e3:6.1f}" for wire in WIRES)
-        print(f"stage {stage}: {times} ms  {statistics.median(ratios):.3f} [{ratios[0]:.3f} {ratios[-1]:.3f}]", end="  ")
-        print(f"waited {waited} ms", flush=True)
+        steps, busy, waits = ([[t[i] * 1e3 for t in taken[wire]] for wire in WIRES] for i in range(3))
+        ratios = sorted(a / b for a, b in zip(*steps, strict=True))
+        parts = (" ".join(f"{statistics.median(one):7.1f}" for one in pair) for pair in (steps, busy, waits))
+        step_ms, busy_ms, wait_ms = parts
+        print(f"stage {stage}: {step_ms} ms  {statistics.median(ratios):.3f} [{ratios[0]:.3f} {ratios[-1]:.3f}]", end="  ")
+        print(f"processor {busy_ms} ms  waited {wait_ms} ms", flush=True)
 
 
 def main() -> None:

@@ -122,8 +122,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     layout = build_layout(plan, spec)
     bounds = _bounds(settings, spec, place, recipe)
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    wire, timeout_s = plan.communication.wire, plan.communication.timeout_s
-    transport, created = join(place, target, timeout_s, may_create=dist_init_required is not False, wire=wire)
+    transport, created = _join(place, target, plan, may_create=dist_init_required is not False)
     _pin(plan, target)
     parts: Parts | None = None
     try:
@@ -296,6 +295,11 @@ def _device(device: str | torch.device | None, place: Place) -> torch.device:
             target = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(target)
     return target
+
+
+def _join(place: Place, target: torch.device, plan: Plan, *, may_create: bool) -> tuple[Transport, bool]:
+    how = plan.communication
+    return join(place, target, how.timeout_s, may_create=may_create, wire=how.wire)
 
 
 def _pin(plan: Plan, device: torch.device) -> None:
