@@ -64,7 +64,9 @@ def compare(stage: int, arguments: argparse.Namespace) -> None:
         ratios = sorted(a / b for a, b in zip(*steps, strict=True))
         parts = (" ".join(f"{statistics.median(one):7.1f}" for one in pair) for pair in (steps, busy, waits))
         step_ms, busy_ms, wait_ms = parts
-        print(f"stage {stage}: {step_ms} ms  {statistics.median(ratios):.3f} [{ratios[0]:.3f} {ratios[-1]:.3f}]", end="  ")
+        print(
+            f"stage {stage}: {step_ms} ms  {statistics.median(ratios):.3f} [{ratios[0]:.3f} {ratios[-1]:.3f}]", end="  "
+        )
         print(f"processor {busy_ms} ms  waited {wait_ms} ms", flush=True)
 
 

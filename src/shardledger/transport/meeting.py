@@ -33,7 +33,9 @@ def meet(engine: int, wire: str, timeout_s: float) -> PeerTransport:
     mine = [WIRES.index(wire), own.place.pid, own.place.address, own.place.nonce]
     rows = gloo.exchange(torch.tensor(mine, dtype=torch.int64), "meeting of ranks").tolist()
     boards = [Board(*row[1:]) for row in rows]
-    refusals = [errno.ECANCELED if rows[peer][0] == WIRES.index("gloo") else readable(b) for peer, b in enumerate(boards)]
+    refusals = [
+        errno.ECANCELED if rows[peer][0] == WIRES.index("gloo") else readable(b) for peer, b in enumerate(boards)
+    ]
     peer, code = next(((peer, code) for peer, code in enumerate(refusals) if code), (0, 0))
     verdicts = gloo.exchange(torch.tensor([peer, code], dtype=torch.int64), "agreement on a wire").tolist()
     reasons = [(rank, *verdict) for rank, verdict in enumerate(verdicts) if verdict[1]]

@@ -24,7 +24,7 @@ import torch
 
 from shardledger.transport.process_memory import ProcessMemoryError, Reading, pieces
 
-_SLOTS = 32
+_SLOTS = 64
 """Offers to one neighbour that are on the board at once; the others queue."""
 _FIELDS = 5
 _ROW = _SLOTS * (1 + _FIELDS)
@@ -32,8 +32,10 @@ _ROW = _SLOTS * (1 + _FIELDS)
 _WORD = 8
 _EAGER_BYTES = 1024
 """Messages up to this size are copied when sent, as a socket would: headers and texts do not wait for who reads them."""
-_SPINS = 30
+_SPINS = 10
 """Looks before a waiting rank starts to sleep in between."""
+_ROUND = 4
+"""Looks at the neighbour that is waited for, for one at all."""
 _LONGEST_PAUSE_S = 0.0005
 _LINGER_S = 5.0
 """How long a process that ends waits for others to read what it said last."""
@@ -73,6 +75,8 @@ class NeighboursMailbox:
         self.rank = rank
         self.world = len(boards)
         self._timeout_s = timeout_s
+        for neighbour in list(_talking):  # of engines that have ended
+            neighbour.look()
         self._neighbours = {
             peer: _Neighbour(peer, own, board, rank) for peer, board in enumerate(boards) if peer != rank
         }
@@ -109,15 +113,18 @@ class NeighboursMailbox:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         looks = 0
-        while not message.done:
-            self.look()
+        while True:
+            message.neighbour.look()
             if message.done:
                 return
             if message.neighbour.lost:
                 raise RuntimeError(message.neighbour.lost)
             if time.monotonic() > deadline:
+                message.withdraw()
                 raise RuntimeError(f"Timed out waiting {limit_s:g} s for rank {message.neighbour.rank}")
             looks += 1
+            if looks % _ROUND == 0:
+                self.look()  # the others may wait for what this rank has yet to take
             if looks < _SPINS:
                 os.sched_yield()  # the other rank may need this core
             else:
@@ -130,7 +137,7 @@ class _Message:
     def __init__(self, mailbox: NeighboursMailbox, neighbour: _Neighbour, tensor: torch.Tensor) -> None:
         self.mailbox = mailbox
         self.neighbour = neighbour
-        self.tensor = tensor
+        self.tensor: torch.Tensor | None = tensor  # keeps the memory at ``address``
         self.nbytes = tensor.numel() * tensor.element_size()
         self.address = tensor.data_ptr()
         self.done = False
@@ -139,6 +146,14 @@ class _Message:
         """See ``Pending.wait``."""
         if not self.done:
             self.mailbox.wait(self, timeout_s)
+
+    def finish(self) -> None:
+        """Its buffer belongs to whoever gave it again."""
+        self.done = True
+        self.tensor = None
+
+    def withdraw(self) -> None:
+        """It is given up: its buffer is no longer what was meant."""
 
 
 class _Request(_Message):
@@ -156,7 +171,11 @@ class _Offer(_Message):
         if self.nbytes <= _EAGER_BYTES:
             self.copied = ctypes.create_string_buffer(ctypes.string_at(self.address, self.nbytes), max(1, self.nbytes))
             self.address = ctypes.addressof(self.copied)
-            self.done = True
+            self.finish()
+
+    def withdraw(self) -> None:
+        """See ``_Message.withdraw``. Who has seen the offer finds it gone when the payload is copied."""
+        self.neighbour.withdraw(self)
 
 
 class _Neighbour:
@@ -171,7 +190,9 @@ class _Neighbour:
         self._board = board
         self._seen = (ctypes.c_int64 * (1 + _ROW))()
         here = ctypes.addressof(self._seen)
-        row = (board.address + (1 + rank * _ROW) * _WORD, _ROW * _WORD)
+        self._theirs = board.address + (1 + rank * _ROW) * _WORD
+        """Where on the other side's board the row for this rank starts."""
+        row = (self._theirs, _ROW * _WORD)
         self._glance = Reading(board.pid, [(board.address, _WORD), row], [(here, _WORD * (1 + _ROW))])
         self._offered = 0
         self._queue: deque[_Offer] = deque()
@@ -183,12 +204,20 @@ class _Neighbour:
         self._requests: dict[int, deque[_Request]] = {}
 
     def offer(self, offer: _Offer) -> None:
-        """Queue a message; it goes on the board when its slot is free."""
+        """Queue a message; it goes on the board when its slot is free. Whom nothing reaches any more gets nothing."""
+        if self.lost:
+            offer.finish()
+            return
         self._offered += 1
         offer.number = self._offered
         self._queue.append(offer)
         _talking.add(self)
         self._publish()
+
+    def withdraw(self, offer: _Offer) -> None:
+        """Take a message from the board."""
+        if offer in self._offers:
+            self.own.words[self._slot(offer.number)] = 0
 
     def request(self, request: _Request, tag: int) -> None:
         """Expect a message; of those with the same tag the first asked for gets the first that comes."""
@@ -213,6 +242,8 @@ class _Neighbour:
         except RuntimeError as error:
             self.lost = f"Connection closed by rank {self.rank}: {error}"
             _talking.discard(self)
+            for offer in (*self._offers, *self._queue):  # nobody reads them; that the rank is lost, a receive will tell
+                offer.finish()
 
     def _read(self, reading: Reading) -> None:
         reading.run()
@@ -222,10 +253,10 @@ class _Neighbour:
     def _see_taken(self) -> None:
         seen = self._seen
         while self._offers and seen[1 + self._offers[0].number % _SLOTS] == self._offers[0].number:
-            self._offers.popleft().done = True
+            self._offers.popleft().finish()
         for offer in self._offers:  # taken out of order
             if seen[1 + offer.number % _SLOTS] == offer.number:
-                offer.done = True
+                offer.finish()
         if not self._offers and not self._queue:
             _talking.discard(self)
 
@@ -233,10 +264,14 @@ class _Neighbour:
         words = self.own.words
         while self._queue and (not self._offers or self._queue[0].number - self._offers[0].number < _SLOTS):
             offer = self._queue.popleft()
-            at = self._row + _SLOTS + offer.number % _SLOTS * _FIELDS
+            at = self._slot(offer.number)
             words[at + 1 : at + _FIELDS] = (offer.tag, offer.address, offer.nbytes, self.own.place.nonce ^ _mix(offer))
             words[at] = offer.number  # last: this is what the other side looks for
             self._offers.append(offer)
+
+    def _slot(self, number: int) -> int:
+        """Where on this rank's board an offer to the neighbour stands."""
+        return self._row + _SLOTS + number % _SLOTS * _FIELDS
 
     def _see_offers(self) -> None:
         while True:
@@ -253,18 +288,25 @@ class _Neighbour:
             (number, address, nbytes), request = arrived.popleft(), requests.popleft()
             if nbytes != request.nbytes:
                 raise RuntimeError(f"it sends {nbytes} bytes where {request.nbytes} are expected")
-            here = ctypes.addressof(self._seen)
-            for (source, size), (target, _) in zip(
-                pieces(address, nbytes), pieces(request.address, nbytes), strict=True
-            ):
-                nonce = (self._board.address, _WORD)
-                self._read(Reading(self._board.pid, [nonce, (source, size)], [(here, _WORD), (target, size)]))
+            self._copy(number, address, request)
             self.own.words[self._row + number % _SLOTS] = number
-            request.done = True
+            request.finish()
         if not arrived:
             del self._arrived[tag]
         if not requests:
             del self._requests[tag]
+
+    def _copy(self, number: int, address: int, request: _Request) -> None:
+        """Read a payload between two looks at the board: it is the neighbour's, and still on offer afterwards."""
+        here, seen = ctypes.addressof(self._seen), self._seen
+        offer = self._theirs + (_SLOTS + number % _SLOTS * _FIELDS) * _WORD
+        for source, target in zip(
+            pieces(address, request.nbytes), pieces(request.address, request.nbytes), strict=True
+        ):
+            nonce, still = (self._board.address, _WORD), (offer, _WORD)
+            self._read(Reading(self._board.pid, (nonce, source, still), ((here, _WORD), target, (here + _WORD, _WORD))))
+            if seen[1] != number:
+                raise RuntimeError("it has given up what it was sending")
 
 
 def _mix(offer: _Offer) -> int:
