@@ -14,7 +14,7 @@ from contracts.test_transport_faults import PATIENCE_S, SILENCE_S, all_gather, e
 from shardledger.errors import PeerLostError, RanksDisagreeError
 from shardledger.transport.neighbours import Board, NeighboursMailbox, OwnBoard
 from shardledger.transport.peers import PeerTransport
-from shardledger.transport.process_memory import Reading, pieces
+from shardledger.transport.process_memory import pieces
 from support.ranks import run_ranks, run_ranks_raw
 from support.training import group, place
 
