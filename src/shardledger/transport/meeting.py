@@ -52,6 +52,6 @@ def _why_not(rank: int, peer: int, code: int) -> str:
     why = {
         errno.ESRCH: "they are on different machines or in different containers",
         errno.EPERM: 'the kernel forbids it (with ptrace_scope 1, "transport": "shared_memory" asks for permission)',
-        errno.ENOSYS: "this system has no process_vm_readv",
+        errno.ENOSYS: "that needs Linux on x86-64",
     }
     return f"rank {rank} cannot read the memory of rank {peer}: {why.get(code, os.strerror(code))}. All ranks use gloo."

@@ -97,7 +97,7 @@ class NeighboursMailbox:
 
     def _look_after(self, message: _Offer | _Request) -> None:
         if message.nbytes > _EAGER_BYTES:  # headers need not be looked at one by one
-            self.look()
+            message.neighbour.look()
 
     def look(self) -> None:
         """Move what can be moved now."""

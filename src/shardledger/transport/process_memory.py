@@ -2,6 +2,8 @@
 
 Both processes must belong to one user on one machine. Where the kernel restricts tracing (Yama's ptrace_scope 1), a
 process must have called ``let_others_read`` first; scopes 2 and 3, some container profiles and other systems refuse.
+
+Only on x86-64, where another process sees stores in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import platform
 from collections.abc import Sequence
 
 _LARGEST_CALL = 1 << 30
@@ -29,6 +32,8 @@ try:
         ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong
     )  # fmt: skip
     _readv.restype = ctypes.c_ssize_t
+    if platform.machine() != "x86_64":
+        _readv = None
 except (AttributeError, OSError, TypeError):
     _readv = None
 
