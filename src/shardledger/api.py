@@ -17,21 +17,25 @@ from shardledger.checkpoint.checkpoints import Settings as CheckpointSettings
 from shardledger.config import Config, load_config
 from shardledger.config.quantities import byte_size
 from shardledger.errors import ConfigError, DoesNotFitError, RanksDisagreeError
-from shardledger.layout.build import build_layout
+from shardledger.layout.build import Layout, build_layout
 from shardledger.ledger.bounds import Bounds
 from shardledger.plan.build import build_plan
 from shardledger.plan.plan import Plan
-from shardledger.plan.roles import Role
+from shardledger.plan.roles import Home, Role
 from shardledger.plan.spec import ModelSpec
 from shardledger.plan.stages import at_every_stage
 from shardledger.runtime.assemble import Parts, assemble, take_apart
-from shardledger.runtime.census import probe_recipe
+from shardledger.runtime.census import probe_recipe, probe_states
 from shardledger.runtime.describe import describe
 from shardledger.runtime.engine import Engine
 from shardledger.runtime.gathered import refuse_owned
 from shardledger.runtime.last_words import part_with
+from shardledger.runtime.offload import Offload
 from shardledger.runtime.optimizer import (
+    Groups,
     OptimizerRecipe,
+    Piece,
+    Recipe,
     build_optimizer,
     check_recipe,
     groups_of,
@@ -118,7 +122,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     refuse_owned(model)
     spec = describe(model)
     plan = build_plan(settings, spec, world=place.world)
-    check_recipe(recipe, sharded=plan.is_sharded(Role.OPTIM))
+    check_recipe(recipe, sharded=plan.is_sharded(Role.OPTIM), offloaded=plan.offload.optimizer is not Home.DEVICE)
     layout = build_layout(plan, spec)
     bounds = _bounds(settings, spec, place, recipe)
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
@@ -131,10 +135,10 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         wanted = _Wanted(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
         names = parameter_names(model)
         groups = groups_of(_group_source(wanted), names, [p.name for p in spec.parameters if p.trainable])
-        parts = assemble(Site(model, plan, layout, transport, target))
-        pieces = make_pieces(parts.units, whole=needs_whole_parameters(recipe_class(recipe)))
-        made = build_optimizer(recipe, groups, pieces)
-        stepper = Stepper(parts.units, pieces, made, transport, plan)
+        site = Site(model, plan, layout, transport, target, _offload(plan, layout, (recipe, groups), transport, target))
+        parts = assemble(site)
+        made, pieces = _build_optimizer(parts, recipe, groups)
+        stepper = Stepper(parts.units, pieces, made, transport, plan, site.offload)
         engine = Engine(model, plan, layout, parts, made, stepper, MemoryMeter(target))
         engine.lr_scheduler = _scheduler(settings, lr_scheduler, made)
         state = TrainingState(engine, parts, [names for _, names in groups])
@@ -265,6 +269,37 @@ def _refuse_what_cannot_fit(
             f"rank {transport.rank}: the plan does not fit the device of ranks {ranks}; they say why."
         )
     raise DoesNotFitError(bounds.refusal(budget, where))
+
+
+def _offload(
+    plan: Plan, layout: Layout, optimizer: tuple[Recipe, Groups], transport: Transport, device: torch.device
+) -> Offload | None:
+    """What keeps states away from the device; rank 0 says what that is worth."""
+    if not plan.offload.active:
+        return None
+    one_memory = _is_host_memory(device)
+    homes = {plan.offload.optimizer, plan.offload.params}
+    if one_memory and Home.HOST in homes and transport.rank == 0:
+        print(
+            f"shardledger: offload to cpu saves nothing on {device}: its memory is the host's. It is done all the same; "
+            f'"device": "nvme" would lower the memory in use.',
+            flush=True,
+        )
+    return Offload(plan, layout, probe_states(*optimizer), transport, device, one_memory=one_memory)
+
+
+def _build_optimizer(parts: Parts, recipe: Recipe, groups: Groups) -> tuple[torch.optim.Optimizer, list[Piece]]:
+    """The optimizer and what it holds; where states rest elsewhere, tiles learn which of it is theirs."""
+    whole = needs_whole_parameters(recipe_class(recipe))
+    pieces = make_pieces(parts.units, whole=whole, tile_numel=parts.plan.offload.tile_numel)
+    made = build_optimizer(recipe, groups, pieces)
+    if parts.offload is not None:
+        parts.offload.take_over(pieces, made)
+    return made, pieces
+
+
+def _is_host_memory(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _settings(args: Any, config: Any, config_params: Any, place: Place) -> Config:

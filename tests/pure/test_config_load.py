@@ -223,8 +223,10 @@ def test_outdated_spellings_are_forwarded_with_a_warning() -> None:
     assert config.zero_optimization.gather_16bit_weights_on_model_save is True
     assert "gather_16bit_weights_on_model_save" in config.warnings[0]
     assert load_config({"zero_optimization": {"cpu_offload": False}}).zero_optimization.offload_optimizer is None
-    with pytest.raises(ConfigError, match=r"zero_optimization\.cpu_offload: offload to cpu is not available yet"):
-        load_config({"zero_optimization": {"cpu_offload": True}})
+    moved = load_config({"zero_optimization": {"stage": 2, "cpu_offload": True}}).zero_optimization.offload_optimizer
+    assert moved is not None and moved.device == "cpu"
+    with pytest.raises(ConfigError, match=r"zero_optimization\.cpu_offload_param needs stage 3, and the stage is 2"):
+        load_config({"zero_optimization": {"stage": 2, "cpu_offload_param": True}})
     with pytest.raises(ConfigError, match="two names of one key"):
         load_config({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "none"}}})
 

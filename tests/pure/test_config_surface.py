@@ -148,8 +148,19 @@ SWITCHED_ON: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"mics_shard_size": 4}}, "MiCS"),
     ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "ZenFlow"),
     ({"zero_optimization": {"legacy_stage1": True}}, "removed"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "not available yet"),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}, "not available yet"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "nvme_path is missing"),
+    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs stage 3"),
+    (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "/x"},
+                "offload_optimizer": {"device": "cpu"},
+            }
+        },
+        "put both on nvme",
+    ),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, "not available yet"),
     ({"activation_checkpointing": {"cpu_checkpointing": True}}, "shardledger.activation_checkpointing"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "fp32"),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "fp32"),
@@ -244,7 +255,7 @@ def _fields(model: type[Section], path: str) -> Iterator[tuple[str, Any]]:
 def test_every_field_has_a_help_text_and_known_hints() -> None:
     for path, field in _fields(Config, ""):
         assert field.description and field.description[0].strip(), path
-        assert hints(field).keys() <= {"auto", "no_effect", "from_stage", "when_off", "bytes"}, path
+        assert hints(field).keys() <= {"auto", "no_effect", "from_stage", "when_off", "when_device", "bytes"}, path
         assert hints(field).get("auto", "plan") in ("plan", "budget", "batch", "refuse"), path
 
 

@@ -46,21 +46,34 @@ def _check_precision(config: Config, findings: Findings) -> None:
 
 
 def _check_offload(config: Config, findings: Findings) -> None:
+    zero = config.zero_optimization
+    homes = {}
     for name in ("offload_optimizer", "offload_param"):
-        section = getattr(config.zero_optimization, name)
+        section = getattr(zero, name)
         path = f"zero_optimization.{name}"
+        homes[name] = "none" if section is None else section.device
         if section is None:
             continue
         if section.device == "none":
             findings.no_effect.append(f"{path}: device is none, so nothing is offloaded")
-        elif findings.written(path) != path:
+        elif section.device == "nvme" and section.nvme_path is None:
             findings.problem(
-                f"{findings.written(path)}: offload to {section.device} {_NOT_YET}; remove the key, or raise the stage"
+                f"{path}.device is nvme, and nvme_path is missing: name an existing folder on a fast local disk"
             )
-        else:
-            findings.problem(
-                f'{path}.device = {shown(section.device)}: offload {_NOT_YET}; use "none" or remove the section'
-            )
+    if "sub_group_size" in zero.model_fields_set and homes["offload_optimizer"] == "none":
+        findings.no_effect.append(
+            "zero_optimization.sub_group_size: it is read with offload_optimizer; on the device the optimizer steps at once"
+        )
+    if homes["offload_param"] != "none" and zero.stage < 3 and "zero_optimization.stage" not in findings.auto:
+        findings.problem(
+            f"{findings.written('zero_optimization.offload_param')} needs stage 3, and the stage is {zero.stage}: there every "
+            f"rank computes with whole parameters all the time; use stage 3, or remove it"
+        )
+    if homes["offload_param"] == "nvme" and homes["offload_optimizer"] == "cpu":
+        findings.problem(
+            "zero_optimization.offload_param is on nvme and offload_optimizer on cpu: the masters in host memory are the "
+            "larger copy of the same weights; put both on nvme, or parameters on cpu"
+        )
 
 
 def _check_budget(config: Config, findings: Findings) -> None:
@@ -86,6 +99,12 @@ def _switches(config: Config) -> Iterator[tuple[str, bool, str]]:
         config.activation_checkpointing.cpu_checkpointing,
         f"= true {_NOT_YET}; set shardledger.activation_checkpointing to true to recompute instead",
     )
+    zero = config.zero_optimization
+    yield (
+        "zero_optimization.offload_optimizer.super_offload",
+        zero.offload_optimizer is not None and zero.offload_optimizer.super_offload,
+        f"= true {_NOT_YET}; remove the key: the optimizer's step overlaps with transfers in any case",
+    )
     fp32 = "= true is not available, because masters and moments are fp32; remove the key"
     yield "bf16.bf16_master_weights_and_grads", bf16.bf16_master_weights_and_grads, fp32
     yield "bf16.bf16_optimizer_states", bf16.bf16_optimizer_states, fp32
@@ -107,5 +126,10 @@ def _idle_fields(config: Config, section: Section, path: str) -> Iterator[tuple[
             yield here, reason
         elif off and not getattr(section, "enabled", True):
             yield here, off
+        elif "when_device" in hints(field) and getattr(section, "device", "none") not in (
+            "none",
+            hints(field)["when_device"],
+        ):
+            yield here, f"it is read when device is {hints(field)['when_device']}"
         elif config.zero_optimization.stage < lowest:
             yield here, f"only stage {lowest} reads it, and the stage is {config.zero_optimization.stage}"

@@ -70,7 +70,7 @@ TOP: Mapping[str, Rule] = {
     "aio": _section(
         "block_size:count queue_depth:count intra_op_parallelism:count single_submit:bool overlap_events:bool "
         "use_gds:bool thread_count:count",
-        "nothing is offloaded to disk",
+        "the disk is read and written by threads, in pieces of 4 MiB, past the page cache",
     ),
     "checkpoint": _section(
         "tag_validation:text load_universal:bool use_node_local_storage:bool parallel_write:object writer:object "
@@ -142,7 +142,6 @@ ZERO: Mapping[str, Rule] = {
     "allgather_partitions": _idle("bool", "DeepSpeed does not read it either"),
     "use_multi_rank_bucket_allreduce": _idle("bool", "sharded gradients always travel by reduce-scatter"),
     "load_from_fp32_weights": _idle("bool", "checkpoints hold the fp32 masters and are read from them"),
-    "sub_group_size": _idle("count", "the optimizer steps unit by unit"),
     "max_reuse_distance": _idle("count", "a unit is released after use and gathered again"),
     "module_granularity_threshold": _idle("int", _BY_UNIT),
     "use_all_reduce_for_fetch_params": _idle("bool", "parameters are always gathered by all-gather"),

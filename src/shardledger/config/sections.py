@@ -84,30 +84,65 @@ class DataTypesSection(Section):
     )
 
 
-class OffloadOptimizerSection(Section):
-    """Where optimizer state sleeps between steps; only ``device: none`` is available yet."""
+_ON_DISK: dict[str, Any] = {"when_device": "nvme"}
 
-    device: Literal["none", "cpu", "nvme"] = Field("none", description="none, cpu or nvme; only none is available")
-    nvme_path: str | None = Field(None, description="folder for state on disk")
-    buffer_count: Positive = Field(4, description="buffers for reading from disk")
-    pin_memory: Flag = Field(True, description="keep host copies in page-locked memory")
-    pipeline_read: Flag = Field(False, description="read the next piece while this one is stepped")
-    pipeline_write: Flag = Field(False, description="write the last piece while this one is stepped")
-    fast_init: Flag = Field(False, description="initialise state on disk in one pass")
-    ratio: Number = Field(1.0, ge=0, le=1, description="share of the parameters whose state is offloaded")
-    super_offload: Flag = Field(False, description="DeepSpeed's SuperOffload")
-    cpuadam_cores_perc: Number = Field(0.8, gt=0, le=1, description="share of the cores for the step of SuperOffload")
+
+class OffloadOptimizerSection(Section):
+    """Where masters, moments and the gradients they are stepped with rest between steps."""
+
+    device: Literal["none", "cpu", "nvme"] = Field("none", description="none, cpu (host memory) or nvme (a disk)")
+    nvme_path: str | None = Field(
+        None, description="an existing folder on a fast local disk", json_schema_extra=_ON_DISK
+    )
+    buffer_count: Positive = Field(
+        4,
+        description="tiles in host memory on their way from and to disk; 3 are used at most",
+        json_schema_extra=_ON_DISK,
+    )
+    pin_memory: Flag = Field(
+        True, description="bytes between host and GPU pass through page-locked buffers of fixed size"
+    )
+    pipeline_read: Flag = Field(True, description="read the next tile while one is stepped", json_schema_extra=_ON_DISK)
+    pipeline_write: Flag = Field(
+        True, description="write the last tile while one is stepped", json_schema_extra=_ON_DISK
+    )
+    fast_init: Flag = Field(
+        False,
+        description="initialise state on disk in one pass",
+        json_schema_extra=_idle("states are written when the first step has made them"),
+    )
+    ratio: Number = Field(1.0, ge=0, le=1, description="share of the elements whose state is offloaded")
+    super_offload: Flag = Field(False, description="DeepSpeed's SuperOffload; only false is available")
+    cpuadam_cores_perc: Number = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="share of the cores for the step of SuperOffload",
+        json_schema_extra=_idle("the step on the host takes torch's threads; see torch.set_num_threads"),
+    )
 
 
 class OffloadParamSection(Section):
-    """Where parameters sleep while no unit needs them; only ``device: none`` is available yet."""
+    """Where this rank's shards of sharded parameters rest while no unit needs them (stage 3)."""
 
-    device: Literal["none", "cpu", "nvme"] = Field("none", description="none, cpu or nvme; only none is available")
-    nvme_path: str | None = Field(None, description="folder for parameters on disk")
-    buffer_count: Positive = Field(5, description="buffers for reading from disk")
-    buffer_size: Count = Field(100_000_000, description="elements in one buffer")
-    max_in_cpu: Count = Field(1_000_000_000, description="elements kept in host memory when the home is disk")
-    pin_memory: Flag = Field(True, description="keep host copies in page-locked memory")
+    device: Literal["none", "cpu", "nvme"] = Field("none", description="none, cpu (host memory) or nvme (a disk)")
+    nvme_path: str | None = Field(
+        None, description="an existing folder on a fast local disk", json_schema_extra=_ON_DISK
+    )
+    buffer_count: Positive = Field(
+        5, description="flats in host memory on their way from disk; 2 are used at most", json_schema_extra=_ON_DISK
+    )
+    buffer_size: Count = Field(
+        100_000_000, description="elements moved at once; larger parameters are split", json_schema_extra=_ON_DISK
+    )
+    max_in_cpu: Count = Field(
+        1_000_000_000,
+        description="elements kept in host memory when the home is disk",
+        json_schema_extra=_idle("everything whose home is the disk rests there; host memory holds buffers alone"),
+    )
+    pin_memory: Flag = Field(
+        True, description="bytes between host and GPU pass through page-locked buffers of fixed size"
+    )
 
 
 class LeafModuleSection(Section):
@@ -173,8 +208,12 @@ class ZeroSection(Section):
     leaf_module: LeafModuleSection | None = Field(
         None, description="modules gathered and reduced as one with everything below them"
     )
-    offload_param: OffloadParamSection | None = Field(None, description="where parameters sleep")
-    offload_optimizer: OffloadOptimizerSection | None = Field(None, description="where optimizer state sleeps")
+    offload_param: OffloadParamSection | None = Field(None, description="where shards of parameters rest (stage 3)")
+    offload_optimizer: OffloadOptimizerSection | None = Field(None, description="where optimizer states rest")
+    sub_group_size: Positive | None = Field(
+        None,
+        description="most elements whose offloaded states are stepped at once; values above 4194304 change nothing",
+    )
 
 
 _RECOMPUTE = _idle("recomputing is switched by shardledger.activation_checkpointing")

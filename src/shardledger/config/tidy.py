@@ -66,7 +66,7 @@ def _canonical(path: str, raw: Mapping[str, Any], findings: Findings) -> dict[st
 def _modern(path: str, written: str, value: Any, findings: Findings) -> Any:
     """Return the value an outdated key stands for under its new name; None when it asks for nothing."""
     if written == "cpu_offload_use_pin_memory":
-        findings.no_effect.append(f"{join(path, written)}: nothing is offloaded")
+        findings.no_effect.append(f"{join(path, written)}: write offload_optimizer.pin_memory")
         return None
     if not written.startswith("cpu_offload"):
         return value

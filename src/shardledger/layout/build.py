@@ -43,6 +43,10 @@ class Layout:
         """Flats of one unit."""
         return (flat for flat in self.flats if flat.unit == unit)
 
+    def numbers_of_unit(self, unit: int) -> list[int]:
+        """Places in ``flats`` of the flats of one unit."""
+        return [number for number, flat in enumerate(self.flats) if flat.unit == unit]
+
 
 def build_layout(plan: Plan, model: ModelSpec) -> Layout:
     """Lay out a model. Parameters of a unit share a flat when dtype, trainability and persistence agree."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardledger.config import Config
 from shardledger.errors import PlanError
+from shardledger.plan.offload import build_offload
 from shardledger.plan.plan import Communication, LossScale, Plan, Precision, Reporting, StepRule, UnitPlan
 from shardledger.plan.roles import STAGE_ROLES, Role
 from shardledger.plan.spec import REAL_FLOATS, ModelSpec
@@ -66,6 +67,7 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
             full_checks=config.shardledger.checks == "full",
         ),
         reporting=Reporting(every=config.steps_per_print, breakdown=config.wall_clock_breakdown),
+        offload=build_offload(config, model),
         reasons=_reasons(config, model, units, persistent),
     )
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 
-from shardledger.plan.roles import Role
+from shardledger.plan.roles import Home, Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,36 @@ class StepRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Where roles rest between uses."""
+
+    optimizer: Home = Home.DEVICE
+    """Home of masters and moments, and of the summed gradients they are stepped with."""
+    params: Home = Home.DEVICE
+    """Home of the shards of sharded parameters."""
+    ratio: float = 1.0
+    """Share of the elements, from the first unit on, whose optimizer states leave the device."""
+    tile_numel: int = 1
+    """Most elements whose states are stepped at once."""
+    optimizer_path: str | None = None
+    """Folder for the optimizer's file, where its home is the disk."""
+    params_path: str | None = None
+    buffers: int = 1
+    """Tiles that may be in host memory at once on their way from and to the disk."""
+    param_buffers: int = 1
+    """Flats of parameters that may be in host memory at once on their way from the disk."""
+    pinned: bool = False
+    """Whether copies between host and device go through page-locked memory."""
+    read_ahead: bool = True
+    write_behind: bool = True
+
+    @property
+    def active(self) -> bool:
+        """Whether anything leaves the device."""
+        return self.optimizer is not Home.DEVICE or self.params is not Home.DEVICE
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reporting:
     """What is said while training."""
 
@@ -129,6 +159,7 @@ class Plan:
     communication: Communication
     step: StepRule
     reporting: Reporting
+    offload: Offload = field(default_factory=Offload)
     reasons: tuple[str, ...] = field(default=(), compare=False)
     """What was decided and why, one sentence each, for people."""
 
@@ -141,11 +172,13 @@ class Plan:
         """Hex digest that is equal on all ranks exactly when their plans are."""
 
         def plain(value: object) -> object:
-            if isinstance(value, Role):
+            if isinstance(value, (Role, Home)):
                 return value.value
             if isinstance(value, (frozenset, set)):
                 return sorted(v.value if isinstance(v, Role) else str(v) for v in value)
             raise TypeError(type(value).__name__)
 
         content = {k: v for k, v in asdict(self).items() if k not in ("reasons", "reporting")}
+        for path in ("optimizer_path", "params_path"):
+            del content["offload"][path]  # each machine may have its disk elsewhere
         return hashlib.sha256(json.dumps(content, default=plain, sort_keys=True).encode()).hexdigest()

@@ -28,10 +28,11 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
         EngineStateError: a frozen or foreign parameter, or a backward pass is running.
     """
     place = reach(param, "reading the fp32 value")
-    if not place.spread:
-        return place.master().clone().view(place.slot.shape)
-    place.agree()
-    return place.collect(place.master()).view(place.slot.shape)
+    if place.spread:
+        place.agree()
+    with place.at_hand():
+        part = place.master().to(place.flat.device, copy=True)
+    return (place.collect(part) if place.spread else part).view(place.slot.shape)
 
 
 @torch.no_grad()
@@ -47,7 +48,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     place.agree(value=value)
     fresh = place.checked(value, place.slot.shape)
     _check_released(place)
-    place.master().copy_(fresh.reshape(-1)[place.mine.start : place.mine.stop])
+    with place.at_hand(write=True):
+        place.master().copy_(fresh.reshape(-1)[place.mine.start : place.mine.stop])
+        place.flat.refresh()
     if not place.flat.layout.param_sharded:
         place.flat.views[place.index].copy_(fresh)
 
@@ -59,7 +62,9 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
     Raises:
         EngineStateError: a frozen or foreign parameter, or a backward pass is running.
     """
-    return reach(param, "reading this rank's part of the fp32 value").master().clone()
+    place = reach(param, "reading this rank's part of the fp32 value")
+    with place.at_hand():
+        return place.master().to(place.flat.device, copy=True)
 
 
 @torch.no_grad()
@@ -82,7 +87,9 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     if refused:
         raise place.error(f"ranks {refused} passed a wrong shape, so it was set on no rank. Pass their own part there")
     _check_released(place)
-    place.master().copy_(fresh)
+    with place.at_hand(write=True):
+        place.master().copy_(fresh)
+        place.flat.refresh()
     if not sharded:
         whole = place.collect(fresh) if place.spread else fresh
         place.flat.views[place.index].copy_(whole.view(place.slot.shape))
@@ -157,7 +164,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor:
     divisor = _local_divisor(place)
     gradients = place.gradients
     part = place.in_shard(gradients.sum_so_far()) if place.spread else _whole_sum(place)
-    return part.to(place.flat.master_dtype, copy=True).mul_(1 / divisor if divisor else 0.0)
+    return part.to(place.flat.device, place.flat.master_dtype, copy=True).mul_(1 / divisor if divisor else 0.0)
 
 
 @torch.no_grad()

@@ -36,7 +36,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         return torch.tensor(number, dtype=place.flat.master_dtype, device=place.flat.device)
     if status == _OTHER:
         return _state(place, place.pieces[0], optim_state_key).to(place.flat.master_dtype, copy=True)
-    part = _elements(place, optim_state_key)
+    with place.at_hand():
+        part = _elements(place, optim_state_key)
     return (place.collect(part) if place.spread else part).view(place.slot.shape)
 
 
@@ -56,7 +57,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
         _fill(place, optim_state_key, value)
         return
     fresh = place.checked(value, place.slot.shape).reshape(-1)
-    _write_elements(place, optim_state_key, fresh[place.mine.start : place.mine.stop])
+    with place.at_hand(write=True):
+        _write_elements(place, optim_state_key, fresh[place.mine.start : place.mine.stop])
 
 
 @torch.no_grad()
@@ -75,7 +77,8 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
         return None
     if status == _OTHER:
         return _state(place, place.pieces[0], optim_state_key).to(place.flat.master_dtype, copy=True)
-    return _elements(place, optim_state_key)
+    with place.at_hand():
+        return _elements(place, optim_state_key)
 
 
 @torch.no_grad()
@@ -156,7 +159,7 @@ def _state(place: Reach, piece: Piece, key: str) -> torch.Tensor:
 def _elements(place: Reach, key: str) -> torch.Tensor:
     """This rank's elements of a state, 1-D, as a copy."""
     empty = torch.empty(0, dtype=place.flat.master_dtype, device=place.flat.device)
-    parts = [_state(place, piece, key).reshape(-1).to(place.flat.master_dtype) for piece in place.pieces]
+    parts = [_state(place, piece, key).reshape(-1).to(empty) for piece in place.pieces]
     return torch.cat([empty, *parts])
 
 

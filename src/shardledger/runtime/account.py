@@ -8,6 +8,7 @@ import torch
 
 from shardledger.layout.build import Layout
 from shardledger.ledger import CATEGORIES, OptimizerBytes, state_bytes
+from shardledger.ledger.predict import tiers
 from shardledger.ledger.row import Row
 from shardledger.plan.plan import Plan
 from shardledger.runtime.activations import ActivationMeter
@@ -32,10 +33,14 @@ class Account:
         self.activations.begin(weights_of(parts.units))
         return self.activations
 
+    def _states(self, parts: Parts) -> dict[str, int]:
+        one_memory = parts.offload is None or parts.offload.link is None
+        return state_bytes(self.plan, self.layout, self.optimizer_bytes, parts.transport.rank, one_memory=one_memory)
+
     def shortage(self, error: BaseException, phase: str, parts: Parts, optimizer: torch.optim.Optimizer) -> Shortage:
         """What is live now, beside the prediction, when ``error`` says that memory ran out."""
         predicted: dict[str, int | None] = dict.fromkeys((*CATEGORIES, "total"))
-        predicted.update(state_bytes(self.plan, self.layout, self.optimizer_bytes, parts.transport.rank))
+        predicted.update(self._states(parts))
         live: dict[str, int] = {
             **state_census(parts.units, optimizer),
             "communication": transient_bytes(parts.units),
@@ -77,14 +82,33 @@ class Account:
     def ledger(self, parts: Parts, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, int | None]]:
         """Bytes by category and their total; None where there is no prediction."""
         predicted: dict[str, int | None] = dict.fromkeys((*CATEGORIES, "total"))
-        predicted.update(state_bytes(self.plan, self.layout, self.optimizer_bytes, parts.transport.rank))
+        predicted.update(self._states(parts))
         known: dict[str, int] = {
             **state_census(parts.units, optimizer),
             "activations": self.activations.peak_bytes,
-            "communication": parts.executor.peak_transient_bytes,
+            "communication": parts.executor.peak_transient_bytes + staging_bytes(parts),
             "framework": self.meter.baseline_bytes,
         }
         total = self.meter.peak_bytes()
         known["temporary"] = max(0, total - sum(known.values()))
         measured: dict[str, int | None] = {category: known[category] for category in CATEGORIES}
-        return {"predicted": predicted, "measured": {**measured, "total": total}}
+        found = {"predicted": predicted, "measured": {**measured, "total": total}}
+        return found if parts.offload is None else {**found, "away": self._away(parts)}
+
+    def _away(self, parts: Parts) -> dict[str, int | None]:
+        """Bytes that rest apart from the memory this rank computes in, and what moves them."""
+        one_memory = parts.offload is not None and parts.offload.link is None
+        found = tiers(self.plan, self.layout, self.optimizer_bytes, parts.transport.rank, one_memory=one_memory)
+        return {
+            "host": 0 if one_memory else sum(found.host.values()),
+            "disk": sum(found.disk.values()),
+            "disk_files": found.disk_file_bytes,
+            "staging": staging_bytes(parts),
+        }
+
+
+def staging_bytes(parts: Parts) -> int:
+    """Host memory that states pass through on their way between tiers."""
+    if parts.offload is None:
+        return 0
+    return parts.offload.tile_plan.staging_bytes + (parts.offload.link.staging_bytes if parts.offload.link else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,11 +17,14 @@ from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.executor import Executor
 from shardledger.runtime.gradients import FlatGradients, GradientMode, GradientRule
 from shardledger.runtime.hooks import Hooks
+from shardledger.runtime.offload import Offload
 from shardledger.runtime.out_of_memory import Advise
+from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.placement import Site, place
 from shardledger.runtime.progress import Progress
 from shardledger.runtime.saved import SavedWeights
 from shardledger.runtime.schedule import Schedule, UnitFacts
+from shardledger.runtime.shards import Shards
 from shardledger.runtime.step import Stepper
 from shardledger.runtime.unit import Unit
 from shardledger.runtime.watch import Watch
@@ -59,10 +63,36 @@ class Parts:
     """Modules whose forward was wrapped for recomputation."""
     advise: Advise | None = None
     """What would help when memory runs out; None: nobody knows."""
+    offload: Offload | None = None
+    """States that rest away from the device; None: there are none."""
+    put_away: Any = None
+    """States that the user has sent away for a while (``put_away.PutAway``)."""
     saver: Any = None
     """Saves and loads the engine; given by the composition root, because this room may not know that one."""
     on_destroy: Callable[[], None] | None = None
     """Ends what initialize began beside the engine: the process group, when it made it."""
+
+    def at_hand(self, flats: Sequence[FlatParameters], *, write: bool = False) -> AbstractContextManager[None]:
+        """Masters, shards and optimizer states of ``flats`` are at hand inside, wherever they rest; ``write``: changes
+        are kept."""
+        if self.offload is None:
+            return nullcontext()
+        if write and self.executor.shards is not None:
+            self.executor.shards.forget()
+        return self.offload.opened(flats, self.stepper.optimizer if self.stepper else None, write=write)
+
+    def usable(self) -> Parts:
+        """Itself.
+
+        Raises:
+            EngineStateError: states are away.
+        """
+        if self.put_away is not None:
+            raise EngineStateError(
+                f"the engine's {', '.join(self.put_away.names)} were sent away by offload_states: call "
+                f"engine.reload_states() before using the engine again."
+            )
+        return self
 
     def enter(self, phase: str) -> None:
         """Note where training stands, for the messages of the transport."""
@@ -120,6 +150,8 @@ def assemble(site: Site) -> Parts:
         max_live_numel=plan.communication.max_live_numel,
     )
     executor = Executor(units, site.transport, plan)
+    if site.offload is not None:
+        executor.shards = Shards(site.offload)
     wrapped = [unit.module for unit in units if unit.plan.recompute]
     for module in wrapped:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
@@ -144,6 +176,8 @@ def assemble(site: Site) -> Parts:
             SavedWeights(units, hooks.gather_on_demand),
             scaling=plan.precision.loss_scale is not None,
             undo=tuple(wrapped),
+            mode=GradientMode(link=None if site.offload is None else site.offload.link),
+            offload=site.offload,
         )
     )
     rule = GradientRule(
@@ -176,6 +210,10 @@ def take_apart(parts: Parts) -> None:
             gradients.remove_hooks()
         unit.gradients.clear()
         unit.flats.clear()
+    if parts.put_away is not None:
+        parts.put_away.drop()
+    if parts.offload is not None:
+        parts.offload.close()
 
 
 def weights_of(units: Sequence[Unit]) -> list[torch.Tensor]:

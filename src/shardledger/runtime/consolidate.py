@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardledger.errors import EngineStateError
+from shardledger.runtime.assemble import Parts
 from shardledger.runtime.parameters import FlatParameters
-from shardledger.runtime.unit import Unit
 from shardledger.transport import Transport
 
 
 @torch.no_grad()
-def full_state_dict(
-    module: nn.Module, units: Sequence[Unit], transport: Transport, *, all_ranks: bool
-) -> dict[str, Any]:
+def full_state_dict(module: nn.Module, parts: Parts, *, all_ranks: bool) -> dict[str, Any]:
     """The keys of ``module.state_dict()`` with whole CPU tensors; collective.
 
     Weights come from the fp32 masters, frozen 16-bit weights are widened to fp32. Tied parameters are one tensor under
     all their names. Ranks other than 0 get ``{}`` unless ``all_ranks``.
     """
+    transport = parts.transport
     wanted = all_ranks or transport.rank == 0
     values: dict[int, torch.Tensor] = {}
-    for unit in units:
+    for unit in parts.units:
         for flat in unit.flats:
-            whole = full_values(flat, transport, all_ranks=all_ranks, label=unit.label)
+            with parts.at_hand([flat]):
+                whole = full_values(flat, transport, all_ranks=all_ranks, label=unit.label)
             if whole is None:
                 continue
             for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
@@ -46,6 +46,7 @@ def full_values(
         return _widen(flat.full) if widen else flat.full.clone()
     if source.numel() == flat.layout.padded_numel:
         return _widen(source) if widen else source.clone()
+    source = source.to(flat.device)
     receives = all_ranks or transport.rank == 0
     whole = source.new_empty(flat.layout.padded_numel) if receives else None
     if all_ranks:
@@ -77,14 +78,13 @@ def _entries(module: nn.Module, values: dict[int, torch.Tensor], prefix: str = "
 
 
 @torch.no_grad()
-def load_full_state_dict(
-    module: nn.Module, units: Sequence[Unit], transport: Transport, state: Mapping[str, Any], *, strict: bool
-) -> None:
+def load_full_state_dict(module: nn.Module, parts: Parts, state: Mapping[str, Any], *, strict: bool) -> None:
     """Load rank 0's whole tensors into masters, weights and buffers of all ranks; collective.
 
     Raises:
         EngineStateError: on all ranks; keys are missing or unexpected (``strict``), or have another shape.
     """
+    transport = parts.transport
     wrong = _mismatches(module, state, strict=strict) if transport.rank == 0 else []
     failed = transport.exchange(torch.tensor([float(len(wrong))], dtype=torch.float64), "check of a state dict")
     if failed[0, 0] > 0:
@@ -93,27 +93,36 @@ def load_full_state_dict(
             + ("; ".join(wrong) or f"rank 0 found {int(failed[0, 0])} keys that do not fit the model")
         )
     names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False) if name in state}
-    for unit in units:
+    for unit in parts.units:
         for flat in unit.flats:
-            whole = full_values(flat, transport, all_ranks=False, label=unit.label, widen=False)
-            if transport.rank == 0:
-                assert whole is not None
-                for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
-                    if id(parameter) in names:
-                        whole[slot.start : slot.start + slot.numel].copy_(state[names[id(parameter)]].reshape(-1))
-            if flat.shard is not None:
-                part = torch.empty_like(flat.shard)
-                transport.scatter_from(0, whole, part, unit.label)
-            else:
-                kept = flat.full if flat.master is None else flat.master
-                part = whole if whole is not None else kept.new_empty(flat.layout.padded_numel)
-                transport.broadcast(part, 0, unit.label)
-            flat.reload(part)
+            with parts.at_hand([flat], write=True):
+                _load_flat(flat, unit.label, transport, state, names)
     for name, buffer in module.named_buffers():
         if transport.rank == 0 and name in state:
             buffer.copy_(state[name])
         if buffer.numel():
             transport.broadcast(buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer, 0, f"buffer {name}")
+
+
+def _load_flat(
+    flat: FlatParameters, label: str, transport: Transport, state: Mapping[str, Any], names: Mapping[int, str]
+) -> None:
+    """Rank 0's values of ``names`` (``id`` of a parameter to its key) to all ranks; the rest stays."""
+    whole = full_values(flat, transport, all_ranks=False, label=label, widen=False)
+    if transport.rank == 0:
+        assert whole is not None
+        for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+            if id(parameter) in names:
+                whole[slot.start : slot.start + slot.numel].copy_(state[names[id(parameter)]].reshape(-1))
+    kept = flat.master if flat.master is not None else flat.shard if flat.shard is not None else flat.full
+    if flat.shard is not None:
+        part = torch.empty(flat.layout.shard_numel, dtype=kept.dtype, device=flat.device)
+        transport.scatter_from(0, whole, part, label)
+    else:
+        new = torch.empty(flat.layout.padded_numel, dtype=kept.dtype, device=flat.device)
+        part = whole.to(flat.device) if whole is not None else new
+        transport.broadcast(part, 0, label)
+    flat.reload(part)
 
 
 def _mismatches(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> list[str]:

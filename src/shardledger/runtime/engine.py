@@ -32,12 +32,13 @@ from shardledger.runtime.engine_values import (
 )
 from shardledger.runtime.gathered import announce, withdraw
 from shardledger.runtime.last_words import listen_for_the_end, part_with
+from shardledger.runtime.offload_calls import OffloadCalls
 from shardledger.runtime.out_of_memory import telling_shortage
 from shardledger.runtime.step import Stepper, Window
 from shardledger.telemetry.memory import MemoryMeter
 
 
-class Engine:
+class Engine(OffloadCalls):
     """Trains a sharded module. Calls and counters carry DeepSpeed's names where DeepSpeed has them."""
 
     def __init__(
@@ -190,11 +191,10 @@ class Engine:
         with self._at("step", parts):
             outcome = self._stepper.step(parts.executor, window)
         progress.last = outcome
+        parts.executor.measuring = first
         if outcome.applied:
             parts.saved.updates += 1
             parts.watch.note_update()
-        parts.executor.measuring = first
-        if outcome.applied:
             progress.global_steps += 1
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
@@ -349,7 +349,7 @@ class Engine:
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The keys of ``module.state_dict()`` with whole fp32 CPU tensors on rank 0, ``{}`` elsewhere; collective."""
         parts = self._live()
-        return full_state_dict(self.module, parts.units, parts.transport, all_ranks=all_ranks)
+        return full_state_dict(self.module, parts, all_ranks=all_ranks)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole weights and buffers into masters and weights, at every stage; collective, rank 0's dict counts.
@@ -358,7 +358,7 @@ class Engine:
             EngineStateError: on all ranks, naming missing, unexpected and misshapen keys.
         """
         parts = self._live()
-        load_full_state_dict(self.module, parts.units, parts.transport, state_dict, strict=strict)
+        load_full_state_dict(self.module, parts, state_dict, strict=strict)
         parts.saved.updates += 1
         parts.watch.note_update()
 
@@ -461,7 +461,7 @@ class Engine:
     def _live(self) -> Parts:
         if self._parts is None:
             raise EngineStateError("this engine was destroyed: call shardledger.initialize again.")
-        return self._parts
+        return self._parts.usable()
 
     def _abort(self, parts: Parts) -> None:
         """Clean up after an exception; the accumulation window starts anew."""

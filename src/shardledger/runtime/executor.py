@@ -12,7 +12,9 @@ from shardledger.plan.plan import Plan
 from shardledger.runtime.census import transient_bytes
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.gradients import FlatGradients
+from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.schedule import Act, Action
+from shardledger.runtime.shards import Shards
 from shardledger.runtime.states import GradState, ParamState
 from shardledger.runtime.unit import Unit
 from shardledger.transport import ReduceHow, Transport, Work
@@ -49,6 +51,8 @@ class Executor:
         self._gathers: dict[int, list[Work]] = {}
         self._reductions: deque[_Reduction] = deque()
         self._replications: list[Work] = []
+        self.shards: Shards | None = None
+        """Brings shards that rest away from the device; None where all are on it."""
 
     def perform(self, actions: Iterable[Action]) -> None:
         """Do what the schedule said, in order."""
@@ -72,6 +76,9 @@ class Executor:
         for work in self._replications:
             work.wait()
         self._replications.clear()
+        for unit in self.units:
+            for gradients in unit.gradients:
+                gradients.settle()
 
     def complete(self) -> None:
         """Before the step: everything is reduced, folded and, where every rank updates everything, on every rank."""
@@ -88,13 +95,17 @@ class Executor:
         works = []
         for unit in self.units:
             for flat in unit.flats:
-                if not flat.layout.trainable or flat.layout.param_sharded:
-                    continue
-                flat.publish()
-                if flat.layout.optim_sharded:
-                    works.append(self._transport.all_gather(flat.full, unit.label))
+                if flat.layout.trainable and not flat.layout.param_sharded:
+                    flat.publish()
+                    works += self.replicate(flat, unit.label)
         for work in works:
             work.wait()
+
+    def replicate(self, flat: FlatParameters, label: str) -> list[Work]:
+        """Start bringing every rank's new weights to all ranks, where each rank has a part of them."""
+        if not flat.layout.trainable or flat.layout.param_sharded or not flat.layout.optim_sharded:
+            return []
+        return [self._transport.all_gather(flat.full, label)]
 
     def reduce_everything(self) -> None:
         """Reduce every trainable flat, whether or not this rank has gradients for it; collective."""
@@ -146,6 +157,10 @@ class Executor:
         works = []
         for flat in unit.sharded_flats:
             flat.allocate()
+            if self.shards is not None:
+                self.shards.fill(flat)
+            elif flat.shard is not None:
+                flat.interval_of(flat.full).copy_(flat.shard)
             works.append(self._transport.all_gather(flat.full, unit.label))
         self._gathers[unit.index] = works
         self._measure()

@@ -118,7 +118,8 @@ class GatheredParameters(AbstractContextManager[None]):
             if not 0 <= self._modifier < parts.transport.world:
                 raise EngineStateError(f"modifier_rank {self._modifier} is not a rank of {parts.transport.world}.")
             parts.transport.broadcast(view, self._modifier, f"edited parameter {name}")
-            flat.take_over(name)
+            with parts.at_hand([flat], write=True):
+                flat.take_over(name)
 
     @torch.no_grad()
     def _refuse_edits(self) -> None:

@@ -9,7 +9,7 @@ reduced   1-D                 sums over ranks and micro-batches, not yet divided
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -19,6 +19,7 @@ from shardledger.runtime.held import stand_in
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.states import GradState, move
 from shardledger.runtime.treesum import TreeSum
+from shardledger.transport.link import Copy, HostLink
 
 
 class GradientListener(Protocol):
@@ -42,6 +43,16 @@ class GradientMode:
     """Keep local gradients in the accumulation dtype: several backward passes come before the next reduction."""
     mute: bool = False
     """Gradients that arrive count as zero: this rank's micro-batch has no weight."""
+    link: HostLink | None = None
+    """The way to host memory, for sums that rest there."""
+    copies: list[Copy] = field(default_factory=list)
+    """Sums on that way, in order."""
+
+    def settle(self) -> None:
+        """Wait until every sum has come to its home."""
+        for copy in self.copies:
+            copy.wait()
+        self.copies.clear()
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,7 @@ class FlatGradients:
         """Two numbers, finite when this rank's own gradients of the window are; read only when the norm is not."""
         self.partial: TreeSum | None = TreeSum() if rule.tree else None
         """Sums of micro-batches that wait for their neighbour in the tree (reproducible mode)."""
+        self._mode = mode
         self._kept = self._empty(local_dtype) if self.keeps_local else None
         self.local: torch.Tensor | None = self._kept
         self.reduced = self._make_reduced(rule.accumulate if narrow else flat.master_dtype, local_dtype)
@@ -83,7 +95,6 @@ class FlatGradients:
         """Which have one in the current ``local``."""
         self._left = len(flat.parameters)
         self._stand_ins: list[torch.Tensor | None] = [None] * len(flat.parameters)
-        self._mode = mode
         self._listener = listener
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
@@ -104,6 +115,18 @@ class FlatGradients:
     def shared(self) -> bool:
         """Whether ``reduced`` is part of ``local``."""
         return self._kept is not None and self._kept.dtype == self.accumulate
+
+    @property
+    def sum_is_away(self) -> bool:
+        """Whether sums over ranks rest in host memory, apart from the device."""
+        layout, link = self.flat.layout, self._mode.link
+        return (
+            self.flat.homes.moved
+            and link is not None
+            and layout.optim_sharded
+            and self.partial is None
+            and not self.shared
+        )
 
     def begin_backward(self) -> None:
         """A backward pass starts: all parameters are expected once more."""
@@ -162,7 +185,13 @@ class FlatGradients:
     def target(self) -> tuple[torch.Tensor, bool]:
         """Where a reduction writes this rank's interval, and whether it adds to what is there."""
         shard = self.reduced_shard()
+        if self.sum_is_away:
+            return torch.empty_like(shard, device=self.flat.device), False
         return (shard, self.has_sum) if self.partial is None else (torch.empty_like(shard), False)
+
+    def settle(self) -> None:
+        """Wait until the sums that rest in host memory are there."""
+        self._mode.settle()
 
     def fold(self) -> None:
         """Bring the sum of all micro-batches to ``reduced``, in the order of the tree."""
@@ -174,6 +203,9 @@ class FlatGradients:
         self._move(GradState.REDUCED)
         if self.partial is not None:
             self.partial.add(target)
+        elif self.sum_is_away:
+            assert self._mode.link is not None
+            self._mode.copies.append(self._mode.link.to_host(target, self.reduced, add=self.has_sum))
         self.has_sum = True
         self._round = [False] * len(self._round)
         # Where the sum lies in the memory of the local gradients, those that still come take a buffer of their own.
@@ -181,6 +213,7 @@ class FlatGradients:
 
     def clear(self) -> None:
         """Forget all gradients: a step was taken, or the window is discarded."""
+        self._mode.settle()
         self._move(GradState.EMPTY)
         self.has_sum = False
         if self.partial is not None:
@@ -249,7 +282,8 @@ class FlatGradients:
         if self._kept is not None and accumulate == local_dtype:
             return self.flat.interval_of(self._kept) if layout.optim_sharded else self._kept
         numel = layout.shard_numel if layout.optim_sharded else layout.padded_numel
-        return torch.empty(numel, dtype=accumulate, device=self.flat.device)
+        away = self.flat.homes.moved and self._mode.link is not None and layout.optim_sharded and self.partial is None
+        return torch.empty(numel, dtype=accumulate, device="cpu" if away else self.flat.device)
 
     def _show(self, *, held: bool) -> None:
         """Put stand-ins at ``p.grad`` of the parameters that had a gradient, or take them away."""

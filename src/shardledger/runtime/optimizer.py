@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from shardledger.errors import ConfigError, EngineStateError
+from shardledger.layout.tiles import tiles_of
 from shardledger.runtime.parameters import FlatParameters
+from shardledger.runtime.released import placeholder
 from shardledger.runtime.unit import Unit
 
 WHOLE_PARAMETER_OPTIMIZERS = frozenset({"Adafactor", "Muon", "SparseAdam"})
@@ -47,32 +49,42 @@ Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]
 """Param groups as ``(options, parameter names)``."""
 
 
-def make_pieces(units: Iterable[Unit], *, whole: bool) -> list[Piece]:
+def make_pieces(units: Iterable[Unit], *, whole: bool, tile_numel: int | None = None) -> list[Piece]:
     """This rank's non-empty pieces of trainable parameters.
 
     Where every rank updates everything (stage 0), parameters are still cut where the shards of the other stages end:
     torch's fused kernels round differently at the tail of a tensor, and the stages are to agree to the last bit.
-    ``whole`` leaves them in one, in their own shape, for optimizers that need that.
+
+    Args:
+        whole: leaves them in one, in their own shape, for optimizers that need that.
+        tile_numel: elements at which parameters whose states are offloaded are cut.
     """
     pieces = []
     for unit in units:
         for flat in unit.flats:
-            if flat.master is None:
+            layout = flat.layout
+            if not layout.trainable:
                 continue
-            layout, offset = flat.layout, flat.master_interval.start
             if whole:
                 spans = [(slot.name, slot.start, slot.numel, slot.shape) for slot in layout.slots if slot.numel]
             else:
-                ranks = [flat.rank] if layout.optim_sharded else range(layout.world)
-                spans = [
-                    (piece.name, layout.shard(rank).start + piece.in_shard.start, piece.in_shard.numel, (-1,))
-                    for rank in ranks
-                    for piece in layout.pieces(rank)
-                ]
+                tiles = tiles_of(layout, flat.rank, tile_numel if flat.homes.moved else None)
+                spans = [(piece.name, piece.start, piece.numel, (-1,)) for tile in tiles for piece in tile.pieces]
             for name, start, numel, shape in spans:
-                values = flat.master[start - offset : start - offset + numel].view(shape)
-                pieces.append(Piece(name, flat, start - offset, values.detach().requires_grad_()))
+                if flat.master is None:  # it rests on disk
+                    values = placeholder((numel,), flat.master_dtype, torch.device("cpu"))
+                else:
+                    values = flat.master[start : start + numel].view(shape)
+                pieces.append(Piece(name, flat, start, values.detach().requires_grad_()))
     return pieces
+
+
+def point(piece: Piece, gradient: torch.Tensor | None, present: Mapping[str, bool]) -> None:
+    """Point a piece at its part of its flat's gradient. Without a gradient on any rank it has none."""
+    if gradient is None or not present[piece.name]:
+        piece.values.grad = None
+    else:
+        piece.values.grad = gradient[piece.start : piece.start + piece.values.numel()].view(piece.values.shape)
 
 
 def recipe_class(recipe: Recipe) -> type[torch.optim.Optimizer]:
@@ -104,7 +116,7 @@ def needs_whole_parameters(cls: type) -> bool:
     return any(base.__name__ in WHOLE_PARAMETER_OPTIMIZERS for base in cls.__mro__)
 
 
-def check_recipe(recipe: Recipe, *, sharded: bool) -> None:
+def check_recipe(recipe: Recipe, *, sharded: bool, offloaded: bool = False) -> None:
     """Refuse what cannot work before anything is allocated.
 
     Raises:
@@ -118,6 +130,11 @@ def check_recipe(recipe: Recipe, *, sharded: bool) -> None:
         raise ConfigError(
             f"optimizer {cls.__name__} needs whole parameters, and stages 1 to 3 give each rank parts of them. Use "
             f"stage 0, or an element-wise optimizer such as AdamW."
+        )
+    if offloaded and needs_whole_parameters(cls):
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer: optimizer {cls.__name__} needs whole parameters, and offload steps parts "
+            f"of them. Use an element-wise optimizer such as AdamW, or train without offload."
         )
     if isinstance(recipe, torch.optim.Optimizer) and any(recipe.state.values()):
         raise EngineStateError(

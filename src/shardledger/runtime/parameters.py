@@ -2,9 +2,11 @@
 
 full      1-D [padded_numel]  compute dtype; the parameters are views of it. Its storage is empty while released.
 shard     1-D [shard_numel]   what this rank keeps of it when PARAM is sharded: the fp32 masters, or, for a frozen
-                              flat, the weights themselves
+                              flat and where masters rest elsewhere, weights in the compute dtype
 master    1-D                 fp32 weights that the optimizer updates: a shard when OPTIM is sharded, else all of
-                              them; the same memory as the weights when those are fp32 themselves
+                              them; the same memory as the weights when those are fp32 themselves and in one place
+
+Shard and master are None while they rest on disk (see ``offload``).
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import torch
 from torch import nn
 
 from shardledger.layout.flat import FlatLayout, Interval
+from shardledger.layout.homes import FlatHomes
+from shardledger.plan.roles import Home
 from shardledger.runtime import released
 from shardledger.runtime.describe import dtype_of
 
@@ -20,11 +24,19 @@ from shardledger.runtime.describe import dtype_of
 class FlatParameters:
     """Storage and views of one flat. Moves no bytes between ranks; ``Executor`` does."""
 
-    def __init__(self, layout: FlatLayout, parameters: list[nn.Parameter], rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: FlatLayout,
+        parameters: list[nn.Parameter],
+        rank: int,
+        device: torch.device,
+        homes: FlatHomes | None = None,
+    ) -> None:
         self.layout = layout
         self.parameters = parameters
         self.rank = rank
         self.device = device
+        self.homes = homes or FlatHomes()
         self.dtype = dtype_of(layout.dtype)
         self.master_dtype = master_dtype(self.dtype)
         self.full = torch.empty(layout.padded_numel, dtype=self.dtype, device=device)
@@ -57,19 +69,22 @@ class FlatParameters:
         self.full.untyped_storage().resize_(0)
 
     def allocate(self) -> None:
-        """Give the full flat its memory back, this rank's interval filled from the shard, the rest undefined."""
+        """Give the full flat its memory back, undefined."""
         self.full.untyped_storage().resize_(self._full_bytes)
-        if self.shard is not None:
-            self.interval_of(self.full).copy_(self.shard)
 
     def release_storage(self) -> None:
         """Free the full flat before its parameters were ever exposed."""
         self.full.untyped_storage().resize_(0)
 
-    def adopt_shard(self, shard: torch.Tensor) -> None:
-        """Take this rank's initial values; the parameters become released ones."""
-        self.shard = shard
-        self.master = shard if self.layout.trainable else None
+    def adopt_shard(self, values: torch.Tensor) -> None:
+        """Take this rank's initial values, in the masters' dtype when trainable; the parameters become released ones."""
+        homes = self.homes
+        if homes.master is None:
+            self.shard = self._at(homes.shard, values)
+            self.master = self.shard if self.layout.trainable else None
+        else:
+            self.shard = self._at(homes.shard, values.to(self.dtype, copy=True))
+            self.master = self._at(homes.master, values)
         self.release()
 
     def adopt_full(self, initial: torch.Tensor) -> None:
@@ -79,20 +94,37 @@ class FlatParameters:
         self.expose()
         if not self.layout.trainable:
             return
-        if self.master_dtype == self.dtype:
+        own = self.interval_of(initial) if self.layout.optim_sharded else initial
+        home = self.homes.master
+        if home is not None:
+            self.master = own.to(self.tier(home), copy=True)
+        elif self.master_dtype == self.dtype:
             self.master = self.interval_of(self.full) if self.layout.optim_sharded else self.full
         else:
-            self.master = self.interval_of(initial).clone() if self.layout.optim_sharded else initial
+            self.master = own.clone() if self.layout.optim_sharded else initial
+
+    def tier(self, home: Home) -> torch.device:
+        """Where tensors of a home are while they are at hand."""
+        return self.device if home is Home.DEVICE else torch.device("cpu")
+
+    def _at(self, home: Home, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self.tier(home))
+
+    @property
+    def shard_follows(self) -> bool:
+        """Whether the shard is a copy of the masters that must be made anew when they change."""
+        return self.layout.param_sharded and self.homes.master is not None
 
     def reload(self, values: torch.Tensor) -> None:
         """Take new values for everything this rank keeps: this rank's interval where PARAM is sharded, else the full
         flat, in the masters' dtype (the weights' own when frozen)."""
         if self.shard is not None:
             self.shard.copy_(values)
-            return
-        self.full.copy_(values)
-        if self.master is not None:
-            self.master.copy_(self.interval_of(values) if self.layout.optim_sharded else values)
+        else:
+            self.full.copy_(values)
+        if self.master is not None and self.master is not self.shard:
+            whole = self.shard is not None or not self.layout.optim_sharded
+            self.master.copy_(values if whole else self.interval_of(values))
 
     def take_over(self, name: str) -> None:
         """Bring the values that one parameter has in the full flat into this rank's permanent tensors.
@@ -110,14 +142,26 @@ class FlatParameters:
             start = interval.start + piece.in_shard.start
             fresh = self.full[start : start + kept.numel()]
             if kept.data_ptr() != fresh.data_ptr():
+                fresh = fresh.to(kept.device)
                 kept.copy_(torch.where(kept.to(fresh.dtype) == fresh, kept, fresh.to(kept.dtype)))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Copy the masters into the shard that follows them; both are at hand."""
+        if self.shard_follows and self.shard is not None and self.master is not None:
+            self.shard.copy_(self.master)
 
     def publish(self) -> None:
         """Copy updated masters into the full flat (this rank's interval when OPTIM is sharded)."""
-        if self.master is None or self.layout.param_sharded or self.dtype == self.master_dtype:
+        if self.master is None or self.layout.param_sharded or self.master_is_weights:
             return
         target = self.interval_of(self.full) if self.layout.optim_sharded else self.full
         target.copy_(self.master)
+
+    @property
+    def master_is_weights(self) -> bool:
+        """Whether masters and weights are the same memory."""
+        return self.homes.master is None and self.dtype == self.master_dtype
 
     def interval_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's interval of a full-size flat, as a view."""

@@ -13,9 +13,9 @@ from torch import nn
 
 from shardledger.errors import PlanError
 from shardledger.layout.build import Layout
-from shardledger.layout.flat import FlatLayout
 from shardledger.plan.plan import Plan
 from shardledger.runtime.describe import owners
+from shardledger.runtime.offload import Offload
 from shardledger.runtime.parameters import FlatParameters, master_dtype
 from shardledger.runtime.states import ParamState
 from shardledger.runtime.unit import Unit
@@ -34,6 +34,8 @@ class Site:
     layout: Layout
     transport: Transport
     device: torch.device
+    offload: Offload | None = None
+    """Where what does not rest on the device goes."""
 
 
 @torch.no_grad()
@@ -51,7 +53,7 @@ def place(site: Site) -> list[Unit]:
         meta = [name for name in unit_plan.parameters if _parameter(places, name).is_meta]
         if meta:
             _materialise(site, places, unit_plan.parameters)
-        flats = [_place_flat(site, layout, places) for layout in site.layout.of_unit(index)]
+        flats = [_place_flat(site, number, places) for number in site.layout.numbers_of_unit(index)]
         unit = Unit(index, unit_plan, unit_module, flats, site.transport.rank)
         unit.move(ParamState.SHARDED if unit.sharded_flats else ParamState.FULL)
         units.append(unit)
@@ -59,9 +61,11 @@ def place(site: Site) -> list[Unit]:
     return units
 
 
-def _place_flat(site: Site, layout: FlatLayout, places: Places) -> FlatParameters:
+def _place_flat(site: Site, number: int, places: Places) -> FlatParameters:
+    layout = site.layout.flats[number]
     parameters = [_parameter(places, slot.name) for slot in layout.slots]
-    flat = FlatParameters(layout, parameters, site.transport.rank, site.device)
+    homes = None if site.offload is None else site.offload.homes[number]
+    flat = FlatParameters(layout, parameters, site.transport.rank, site.device, homes)
     keep = master_dtype(flat.dtype) if layout.trainable else flat.dtype
     label = site.plan.units[layout.unit].label
     direct = not layout.param_sharded and keep == flat.dtype
@@ -84,6 +88,8 @@ def _place_flat(site: Site, layout: FlatLayout, places: Places) -> FlatParameter
         assert initial is not None
         site.transport.broadcast(initial, 0, label)
         flat.adopt_full(initial)
+    if site.offload is not None:
+        site.offload.settle_in(number, flat)
     return flat
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,10 @@ class Reach:
         """This rank's pieces of it, in order of their elements."""
         found = [self.stepper.pieces[i] for i in _index(self.parts).pieces.get(self.slot.name, ())]
         return sorted(found, key=lambda piece: piece.start)
+
+    def at_hand(self, *, write: bool = False) -> AbstractContextManager[None]:
+        """Its master and states are at hand inside; ``write``: changes are kept."""
+        return self.parts.at_hand([self.flat], write=write)
 
     def in_shard_of(self, rank: int) -> Interval:
         """Which of its elements are in a rank's shard."""

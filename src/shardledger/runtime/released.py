@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardledger.errors import ReleasedParameterError
 
+_AWAY = "_shardledger_away"
+
 _MARK = "_shardledger_released"
 """Attribute of a parameter while it is released: its name and its own class."""
 
@@ -63,6 +65,18 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     """One element, NaN where the dtype has it, expanded to ``shape``."""
     poison = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), poison, dtype=dtype, device=device).expand(shape)
+
+
+def away(tensor: torch.Tensor) -> torch.Tensor:
+    """What stands in for a tensor of the optimizer that rests on disk."""
+    stand_in = placeholder(tuple(tensor.shape), tensor.dtype, tensor.device)
+    setattr(stand_in, _AWAY, True)
+    return stand_in
+
+
+def is_away(state: object) -> bool:
+    """Whether it was made by ``away``."""
+    return hasattr(state, _AWAY)
 
 
 def release(parameter: nn.Parameter, name: str, stand_in: torch.Tensor) -> None:

@@ -94,15 +94,16 @@ def replicate_values(unit: Unit, transport: Transport) -> None:
     for flat in unit.flats:
         layout = flat.layout
         if layout.param_sharded or not layout.padded_numel:
+            flat.refresh()
             continue
         if layout.optim_sharded:
             flat.publish()
-            works.append((flat, transport.all_gather(flat.full, unit.label)))
-        else:
-            works.append((flat, transport.all_gather(_kept(flat)[0], unit.label)))
-    for flat, work in works:
+        whole = flat.full if layout.optim_sharded else _kept(flat)[0].to(flat.device)
+        works.append((flat, whole, transport.all_gather(whole, unit.label)))
+    for flat, whole, work in works:
         work.wait()
         if not flat.layout.optim_sharded:
+            _kept(flat)[0].copy_(whole)
             flat.publish()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,8 +13,12 @@ from shardledger.errors import EngineStateError
 from shardledger.plan.plan import Plan
 from shardledger.runtime import exact
 from shardledger.runtime.executor import Executor
+from shardledger.runtime.gradients import FlatGradients
 from shardledger.runtime.loss_scale import LossScaler
-from shardledger.runtime.optimizer import Piece
+from shardledger.runtime.offload import Offload
+from shardledger.runtime.optimizer import Piece, point
+from shardledger.runtime.parameters import FlatParameters
+from shardledger.runtime.tile_step import TileStep
 from shardledger.runtime.unit import Unit
 from shardledger.transport import Transport
 
@@ -60,8 +65,10 @@ class Stepper:
         optimizer: torch.optim.Optimizer,
         transport: Transport,
         plan: Plan,
+        offload: Offload | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.offload = offload
         self.running = False
         """Whether the optimizer is called by the engine."""
         self.scaler = LossScaler(plan.precision.loss_scale)
@@ -86,12 +93,26 @@ class Stepper:
         coefficient = min(1.0, window.clip_norm / (norm + 1e-6)) if window.clip_norm > 0 and applied else 1.0
         blame = "" if applied else self._find_blame()
         if applied:
-            self._hand_over(coefficient / divisor if divisor else 0.0, present)
-            self._run_optimizer()
-            executor.publish()
+            self._update(executor, coefficient / divisor if divisor else 0.0, present)
         self.discard()
         self._judge(applied, blame, window.step)
         return StepOutcome(norm, coefficient, applied, blame)
+
+    def _update(self, executor: Executor, factor: float, present: Mapping[str, bool]) -> None:
+        """Scale the gradients, update the masters, and bring the new weights to every rank."""
+        if self.offload is None:
+            self._hand_over(factor, present)
+            self._run_optimizer()
+            executor.publish()
+        else:
+            ready = TileStep(self.offload, self.optimizer, self._run_optimizer)
+            ready.run(executor, self._pieces, present, partial(self._sum_of, factor))
+        for piece in self._pieces:
+            piece.values.grad = None
+
+    def _sum_of(self, factor: float, flat: FlatParameters) -> torch.Tensor | None:
+        """The scaled gradient of a flat."""
+        return next((scaled_sum(g, factor) for g in self._gradients if g.flat is flat), None)
 
     def _run_optimizer(self) -> None:
         self.running = True
@@ -99,8 +120,6 @@ class Stepper:
             self.optimizer.step()
         finally:
             self.running = False
-        for piece in self._pieces:
-            piece.values.grad = None
 
     def _judge(self, applied: bool, blame: str, step: int) -> None:
         """Move the loss scale; end the run where going on would only hide the trouble."""
@@ -231,25 +250,21 @@ class Stepper:
         return exact.norm(sums.tolist(), bound)
 
     def _hand_over(self, factor: float, present: Mapping[str, bool]) -> None:
-        """Point each piece at its part of the reduced gradient, scaled. Without a gradient anywhere it has none."""
-        ready: dict[int, torch.Tensor] = {}
-        for gradients in self._gradients:
-            if not gradients.has_sum:
-                continue
-            flat = gradients.flat
-            reduced = gradients.reduced if not flat.layout.optim_sharded else gradients.reduced_shard()
-            if reduced.dtype != flat.master_dtype:
-                reduced = reduced.to(flat.master_dtype)
-            if factor != 1.0:
-                reduced.mul_(factor)
-            ready[id(flat)] = reduced
+        """Point each piece at its part of the reduced gradient, scaled."""
+        ready = {id(g.flat): scaled_sum(g, factor) for g in self._gradients}
         for piece in self._pieces:
-            gradient = ready.get(id(piece.flat))
-            if gradient is None or not present[piece.name]:
-                piece.values.grad = None
-                continue
-            part = gradient[piece.start : piece.start + piece.values.numel()]
-            piece.values.grad = part.view(piece.values.shape)
+            point(piece, ready.get(id(piece.flat)), present)
+
+
+def scaled_sum(gradients: FlatGradients, factor: float) -> torch.Tensor | None:
+    """The reduced gradient of a flat as the optimizer takes it, 1-D like the masters; None without one."""
+    if not gradients.has_sum:
+        return None
+    flat = gradients.flat
+    reduced = gradients.reduced if not flat.layout.optim_sharded else gradients.reduced_shard()
+    if reduced.dtype != flat.master_dtype:
+        reduced = reduced.to(flat.master_dtype)
+    return reduced if factor == 1.0 else reduced.mul_(factor)
 
 
 def square_sum(tensor: torch.Tensor) -> float:

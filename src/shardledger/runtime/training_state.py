@@ -87,7 +87,8 @@ class TrainingState:
     def share_weights(self) -> None:
         """Bring what has been read to all ranks that compute with it; collective. The weights are others now."""
         for unit in self._parts.units:
-            replicate_values(unit, self._parts.transport)
+            with self._parts.at_hand(unit.flats, write=True):
+                replicate_values(unit, self._parts.transport)
         self._parts.saved.updates += 1
         self._parts.watch.note_update()
 
@@ -95,8 +96,13 @@ class TrainingState:
 
     def held(self, unit: int) -> Iterator[tuple[Portion, torch.Tensor]]:
         """What this rank writes of a unit. Raises EngineStateError for optimizer states that cannot be saved."""
-        yield from held_values(self._parts.units[unit])
-        yield from held_states(self._parts.units[unit], self._stepper.pieces, self._engine.optimizer)
+        parts, away = self._parts, self._parts.offload is not None
+        with parts.at_hand(parts.units[unit].flats):
+            for portion, tensor in (
+                *held_values(parts.units[unit]),
+                *held_states(parts.units[unit], self._stepper.pieces, self._engine.optimizer),
+            ):
+                yield portion, tensor.clone() if away else tensor  # what rests on disk is gone after this loop
 
     def numbers(self) -> Mapping[str, Mapping[str, Any]]:
         """Optimizer states that are plain numbers. Raises EngineStateError for those that are something else."""
@@ -105,12 +111,14 @@ class TrainingState:
     @torch.no_grad()
     def read_weights(self, unit: int, source: StateSource) -> None:
         """Read this rank's part of a unit's weights."""
-        read_values(self._parts.units[unit], source)
+        with self._parts.at_hand(self._parts.units[unit].flats, write=True):
+            read_values(self._parts.units[unit], source)
 
     @torch.no_grad()
     def read_states(self, unit: int, source: StateSource) -> None:
         """Replace a unit's optimizer states."""
-        read_states(self._parts.units[unit], self._stepper.pieces, self._engine.optimizer, source)
+        with self._parts.at_hand(self._parts.units[unit].flats, write=True):
+            read_states(self._parts.units[unit], self._stepper.pieces, self._engine.optimizer, source)
 
     @property
     def _stepper(self) -> Stepper:
