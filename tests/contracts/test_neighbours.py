@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -12,7 +13,7 @@ import torch
 
 from contracts.test_transport_faults import PATIENCE_S, SILENCE_S, all_gather, exchange, gather, reduce
 from shardledger.errors import PeerLostError, RanksDisagreeError
-from shardledger.transport.neighbours import Board, NeighboursMailbox, OwnBoard
+from shardledger.transport.neighbours import Board, NeighboursMailbox, Place, Seat
 from shardledger.transport.peers import PeerTransport
 from shardledger.transport.process_memory import pieces
 from support.ranks import run_ranks, run_ranks_raw
@@ -23,8 +24,12 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_yield"), reason="needs Li
 
 def mailboxes(world: int, timeout_s: float = PATIENCE_S) -> list[NeighboursMailbox]:
     """Ranks that are threads of this process: it reads its own memory the same way."""
-    own = [OwnBoard(world) for _ in range(world)]
-    return [NeighboursMailbox(rank, own[rank], [b.place for b in own], timeout_s) for rank in range(world)]
+    first = Board(world)
+    boards = [first, *(Board(world, (os.getpid(), first.file)) for _ in range(world - 1))]
+    os.close(first.file)
+    seats = [Seat() for _ in range(world)]
+    places = [seat.place for seat in seats]
+    return [NeighboursMailbox(rank, boards[rank], seats[rank], places, timeout_s) for rank in range(world)]
 
 
 def on_threads(world: int, body, timeout_s: float = PATIENCE_S) -> list:
@@ -68,7 +73,8 @@ def test_more_messages_than_the_board_has_slots_for_arrive_in_order():
     got = [torch.empty(1000) for _ in sent]
     requests = [right.receive(tensor, 0, 7) for tensor in got]
     while not all(message.done for message in (*offers, *requests)):
-        left.look(), right.look()
+        for message in (*requests, *offers):
+            message.neighbour.look()
     assert [float(t[0]) for t in got] == list(range(200)) and torch.equal(torch.stack(got), torch.stack(sent))
 
 
@@ -99,12 +105,26 @@ def test_a_small_buffer_may_be_reused_at_once_and_a_large_one_when_it_was_taken(
 
 def test_what_a_rank_gave_up_sending_is_never_taken_for_the_payload():
     left, right = mailboxes(2)
-    right.receive(torch.empty(1), 0, 1)  # makes it look at what is offered
-    offer = left.send(torch.ones(5000), 1, 2)
-    right.look()
+    offers = [left.send(torch.ones(5000), 1, tag) for tag in (1, 2)]
+    right.receive(torch.empty(5000), 0, 1).wait()  # has now seen both
     with pytest.raises(RuntimeError, match="Timed out"):
-        offer.wait(0.0)
+        offers[1].wait(0.0)
     with pytest.raises(RuntimeError, match="Connection closed by rank 0: it has given up"):
+        right.receive(torch.empty(5000), 0, 2).wait()
+
+
+def test_what_a_rank_sent_before_it_went_is_received():
+    left, right = mailboxes(2)
+    left.send(torch.ones(5), 1, 1)
+    left.send(torch.ones(5000), 1, 2)
+    del left
+    gc.collect()
+    with pytest.raises(RuntimeError, match="Connection closed by rank 0: it has ended"):
+        right.receive(torch.empty(5), 0, 3).wait()
+    got = torch.empty(5)
+    right.receive(got, 0, 1).wait()
+    assert bool((got == 1).all())
+    with pytest.raises(RuntimeError, match="Connection closed by rank 0"):
         right.receive(torch.empty(5000), 0, 2).wait()
 
 
@@ -116,16 +136,17 @@ def test_another_size_than_expected_is_an_error():
 
 
 def test_a_process_that_ended_and_one_that_got_its_number_are_told_from_the_neighbour():
-    own, other = OwnBoard(2), OwnBoard(2)
+    board, own, other = Board(2), Seat(), Seat()
+    os.close(board.file)
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
-    gone = Board(child, other.place.address, other.place.nonce)
-    stranger = Board(os.getpid(), other.place.address, other.place.nonce + 1)
-    for board, why in ((gone, "its process has ended"), (stranger, "it has ended its engine, or its process")):
-        mailbox = NeighboursMailbox(0, own, [own.place, board], PATIENCE_S)
-        with pytest.raises(RuntimeError, match=f"Connection closed by rank 1: {why}"):
+    gone = Place(child, other.place.address, other.place.nonce)
+    stranger = Place(os.getpid(), other.place.address, other.place.nonce + 1)
+    for place_of_1 in (gone, stranger):
+        mailbox = NeighboursMailbox(0, board, own, [own.place, place_of_1], PATIENCE_S)
+        with pytest.raises(RuntimeError, match="Connection closed by rank 1: it has ended"):
             mailbox.receive(torch.empty(2), 1, 1).wait()
         mailbox.send(torch.empty(5000), 1, 1).wait()  # nobody reads the buffer
 
@@ -146,7 +167,7 @@ def choose() -> list[tuple[bool, str]]:
 
     found = []
     rank = place()[0]
-    real = meeting.readable
+    real = meeting._look_around
     with group(20):
         for number, (wires, code) in enumerate(
             [(("auto", "auto"), 0), (("shared_memory", "auto"), 0), (("shared_memory", "gloo"), 0),
@@ -156,13 +177,13 @@ def choose() -> list[tuple[bool, str]]:
             handler = logging.Handler()
             handler.emit = lambda record, lines=lines: lines.append(record.getMessage())
             logging.getLogger("shardledger").addHandler(handler)
-            meeting.readable = lambda board, code=code: code if code and rank == 1 else real(board)
+            meeting._look_around = lambda *seen, code=code: (0, code) if code and rank == 1 else real(*seen)
             transport = meeting.meet(number, wires[rank], 20.0)
             rows = transport.exchange(torch.tensor([float(rank)]), "works")
             transport.close()
             assert rows.flatten().tolist() == [0.0, 1.0]
             logging.getLogger("shardledger").removeHandler(handler)
-            meeting.readable = real
+            meeting._look_around = real
             found.append((isinstance(transport._mailbox, NeighboursMailbox), "\n".join(lines)))
     return found
 
@@ -191,9 +212,8 @@ if transport.rank == 2:
     except ValueError as error:
         transport.where = "step 2, forward"
         transport._guard.give_up(str(error), 0.0)
-    raise SystemExit(3)  # at once: what it said lies in its own memory
+    os._exit(3)
 if transport.rank == 1:
-    time.sleep(0.7)  # the others must have read its part of the exchange
     os.kill(os.getpid(), 9)
 time.sleep(1.5)
 try:
@@ -205,7 +225,7 @@ os._exit(5)
 """
 
 
-def test_last_words_are_heard_from_a_process_that_ends_and_nothing_stays_behind():
+def test_last_words_are_heard_from_a_process_that_is_gone_and_nothing_stays_behind():
     listener, killed, speaker = run_ranks_raw(LAST_WORDS, 3, timeout=40)
     assert (listener.code, killed.code, speaker.code) == (5, -9, 3), (listener, killed, speaker)
     assert "rank 2 failed at step 2, forward: no such token" in listener.output

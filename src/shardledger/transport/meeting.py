@@ -9,9 +9,9 @@ import os
 import torch
 
 from shardledger.transport.gloo import GlooMailbox
-from shardledger.transport.neighbours import Board, NeighboursMailbox, OwnBoard, readable
+from shardledger.transport.neighbours import Board, NeighboursMailbox, Place, Seat
 from shardledger.transport.peers import PeerTransport
-from shardledger.transport.process_memory import let_others_read
+from shardledger.transport.process_memory import ProcessMemoryError, let_others_read
 
 _log = logging.getLogger("shardledger")
 WIRES = ("auto", "shared_memory", "gloo")
@@ -29,21 +29,53 @@ def meet(engine: int, wire: str, timeout_s: float) -> PeerTransport:
     gloo = PeerTransport(GlooMailbox(), engine)
     if wire == "shared_memory":
         let_others_read()
-    own = OwnBoard(gloo.world)
-    mine = [WIRES.index(wire), own.place.pid, own.place.address, own.place.nonce]
-    rows = gloo.exchange(torch.tensor(mine, dtype=torch.int64), "meeting of ranks").tolist()
-    boards = [Board(*row[1:]) for row in rows]
-    refusals = [
-        errno.ECANCELED if rows[peer][0] == WIRES.index("gloo") else readable(b) for peer, b in enumerate(boards)
-    ]
-    peer, code = next(((peer, code) for peer, code in enumerate(refusals) if code), (0, 0))
-    verdicts = gloo.exchange(torch.tensor([peer, code], dtype=torch.int64), "agreement on a wire").tolist()
+    seat, board = Seat(), _make_board(gloo)
+    file = board.file if board else -1
+    try:
+        seen = seat.place
+        mine = [WIRES.index(wire), file, seen.pid, seen.address, seen.nonce]
+        rows = gloo.exchange(torch.tensor(mine, dtype=torch.int64), "meeting of ranks").tolist()
+        places = [Place(*row[2:]) for row in rows]
+        refusal = _look_around([row[0] for row in rows], places)
+        if board is None and not refusal[1]:
+            board, refusal = _find_board(gloo.world, places[0].pid, int(rows[0][1]))
+        verdicts = gloo.exchange(torch.tensor(refusal, dtype=torch.int64), "agreement on a wire").tolist()
+    finally:
+        if file >= 0:
+            os.close(file)  # all have it, or nobody needs it
     reasons = [(rank, *verdict) for rank, verdict in enumerate(verdicts) if verdict[1]]
-    if not reasons:
-        return PeerTransport(NeighboursMailbox(gloo.rank, own, boards, timeout_s), engine)
+    if board is not None and not reasons:
+        return PeerTransport(NeighboursMailbox(gloo.rank, board, seat, places, timeout_s), engine)
     if gloo.rank == 0 and wire != "gloo":
         _log.log(logging.WARNING if wire == "shared_memory" else logging.INFO, _why_not(*reasons[0]))
     return gloo
+
+
+def _make_board(gloo: PeerTransport) -> Board | None:
+    try:
+        return Board(gloo.world) if gloo.rank == 0 else None
+    except (AttributeError, OSError):  # not Linux, or no memory for it
+        return None
+
+
+def _find_board(world: int, pid: int, file: int) -> tuple[Board | None, tuple[int, int]]:
+    """The board that rank 0 made, or (0, errno)."""
+    try:
+        return Board(world, (pid, file)), (0, 0)
+    except OSError as error:
+        return None, (0, error.errno or errno.EIO)
+
+
+def _look_around(wires: list[int], places: list[Place]) -> tuple[int, int]:
+    """The first rank that does not take part or cannot be read, and the errno of that; (0, 0) when there is none."""
+    for rank, (wire, place) in enumerate(zip(wires, places, strict=True)):
+        if wire == WIRES.index("gloo"):
+            return rank, errno.ECANCELED
+        try:
+            place.check()
+        except ProcessMemoryError as error:
+            return rank, error.code
+    return 0, 0
 
 
 def _why_not(rank: int, peer: int, code: int) -> str:

@@ -1,19 +1,19 @@
-"""Messages between ranks of one machine, read straight from the sender's memory: one copy, no segment, no socket.
+"""Messages between ranks of one machine without sockets: payloads are copied once, out of the sender's memory.
 
-Every rank keeps a *board* that only it writes and every neighbour reads. In it, for each neighbour, are a ring of *offers*
-(messages to it: number, tag, address, bytes) and the numbers of that neighbour's offers which this rank has *taken*. A
-receiver finds an offer, copies the payload from where it lies and notes it as taken; the sender reads that its buffer is
-free. Boards and payloads are ordinary memory: whichever way a process ends, nothing stays behind.
+The ranks share a *board*: memory without a name that all of them have mapped. For each sender and receiver it holds a ring
+of slots, written by the sender (number, tag, address, bytes), and the numbers that the receiver has *taken*, written by the
+receiver. A small message lies in its slot, so that it arrives though its sender ends, as with a socket. A large one is read
+from the sender's memory, where it lies until it is taken.
 
-A board starts with a random number. Every read takes it along, so that a process that ended, or another one that got its
-number, is never taken for the neighbour.
+Of its own memory every rank publishes a random number, its *seat*. It is read along with every payload, so that neither a
+process that has ended nor another one that got its number is ever taken for the neighbour.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import errno
+import mmap
 import os
 import time
 from collections import defaultdict, deque
@@ -24,88 +24,103 @@ import torch
 
 from shardledger.transport.process_memory import ProcessMemoryError, Reading, pieces
 
-_SLOTS = 64
-"""Offers to one neighbour that are on the board at once; the others queue."""
-_FIELDS = 5
-_ROW = _SLOTS * (1 + _FIELDS)
-"""Words of a board for one neighbour: numbers taken, then offers."""
 _WORD = 8
-_EAGER_BYTES = 1024
-"""Messages up to this size are copied when sent, as a socket would: headers and texts do not wait for who reads them."""
-_SPINS = 10
-"""Looks before a waiting rank starts to sleep in between."""
-_ROUND = 4
-"""Looks at the neighbour that is waited for, for one at all."""
+_SLOTS = 16
+"""Messages from one rank to another that are on the board at once; the others queue."""
+_HEAD = 4
+_INLINE_BYTES = 1024
+"""Messages up to this size (headers, last words) lie on the board."""
+_SLOT = _HEAD + _INLINE_BYTES // _WORD
+_RING = _SLOTS * (1 + _SLOT)
+"""Words from one rank to another: numbers taken, then slots; 17 KiB."""
+_LOOKS_AT_ONE, _LOOKS_BEFORE_SLEEP, _LOOKS_PER_PROBE = 4, 20, 16
+"""Of a waiting rank: looks at the one it waits for, for one at all; looks before pauses; looks for a sign of life."""
 _LONGEST_PAUSE_S = 0.0005
-_LINGER_S = 5.0
-"""How long a process that ends waits for others to read what it said last."""
-
-_talking: set[_Neighbour] = set()
-"""Conversations in which something said was not yet heard: kept alive with their boards and payloads."""
 
 
 @dataclass(frozen=True)
-class Board:
-    """Where a rank's board lies."""
+class Place:
+    """Where a rank's seat lies."""
 
     pid: int
     address: int
     nonce: int
 
+    def check(self) -> None:
+        """Whether the rank is there.
 
-class OwnBoard:
-    """The board that this rank writes: the nonce, then one row for each rank of ``world``."""
+        Raises:
+            ProcessMemoryError: it is not, or may not be read.
+        """
+        seen = ctypes.c_int64()
+        Reading(self.pid, [(self.address, _WORD)], [(ctypes.addressof(seen), _WORD)]).run()
+        if seen.value != self.nonce:
+            raise ProcessMemoryError(errno.ESRCH)
 
-    def __init__(self, world: int) -> None:
-        self.words = (ctypes.c_int64 * (1 + world * _ROW))()
-        self.words[0] = int.from_bytes(os.urandom(_WORD), "little") >> 2 | 1
-        self.place = Board(os.getpid(), ctypes.addressof(self.words), self.words[0])
+
+class Seat:
+    """This rank's sign of life; it ends with the object."""
+
+    def __init__(self) -> None:
+        self._word = ctypes.c_int64(int.from_bytes(os.urandom(_WORD), "little") >> 2 | 1)
+        self.place = Place(os.getpid(), ctypes.addressof(self._word), self._word.value)
 
     def __del__(self) -> None:
-        self.words[0] = 0  # who still reads here learns that this rank is gone
+        self._word.value = 0
+
+
+class Board:
+    """The memory that ``world`` ranks share. One makes it, the others map it through the maker's open file."""
+
+    def __init__(self, world: int, maker: tuple[int, int] | None = None) -> None:
+        """``maker``: process and file number of who made it.
+
+        Raises:
+            OSError: it cannot be made, or is not there.
+        """
+        nbytes = world * world * _RING * _WORD
+        if maker is None:
+            self.file = os.memfd_create("shardledger", os.MFD_CLOEXEC)
+            os.ftruncate(self.file, nbytes)
+        else:
+            self.file = os.open(f"/proc/{maker[0]}/fd/{maker[1]}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.words = (ctypes.c_int64 * (nbytes // _WORD)).from_buffer(mmap.mmap(self.file, nbytes))
+        except ValueError as error:  # another file, of another machine's process
+            raise OSError(errno.ESRCH, str(error)) from error
+        finally:
+            if maker is not None:
+                os.close(self.file)
+        self.world = world
 
 
 class NeighboursMailbox:
-    """The ``Mailbox`` of rank ``rank`` among ranks that can all read each other's memory.
+    """The ``Mailbox`` of rank ``rank``: ``places[rank]`` is ``seat``.
 
-    Payloads move when either side is in a call of its mailbox; the one that receives copies.
+    Payloads move when the receiver is in a call of its mailbox.
     """
 
-    def __init__(self, rank: int, own: OwnBoard, boards: Sequence[Board], timeout_s: float) -> None:
+    def __init__(self, rank: int, board: Board, seat: Seat, places: Sequence[Place], timeout_s: float) -> None:
         self.rank = rank
-        self.world = len(boards)
+        self.world = len(places)
+        self._seat = seat
         self._timeout_s = timeout_s
-        for neighbour in list(_talking):  # of engines that have ended
-            neighbour.look()
-        self._neighbours = {
-            peer: _Neighbour(peer, own, board, rank) for peer, board in enumerate(boards) if peer != rank
-        }
+        self._neighbours = {p: _Neighbour(board, rank, p, place) for p, place in enumerate(places) if p != rank}
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Offer:
         """See ``Mailbox.send``."""
         offer = _Offer(self, self._neighbours[peer], tensor, tag)
         offer.neighbour.offer(offer)
-        self._look_after(offer)
         return offer
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> _Request:
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> _Message:
         """See ``Mailbox.receive``."""
-        request = _Request(self, self._neighbours[peer], tensor)
+        request = _Message(self, self._neighbours[peer], tensor)
         request.neighbour.request(request, tag)
-        self._look_after(request)
         return request
 
-    def _look_after(self, message: _Offer | _Request) -> None:
-        if message.nbytes > _EAGER_BYTES:  # headers need not be looked at one by one
-            message.neighbour.look()
-
-    def look(self) -> None:
-        """Move what can be moved now."""
-        for neighbour in self._neighbours.values():
-            neighbour.look()
-
-    def wait(self, message: _Offer | _Request, timeout_s: float | None) -> None:
-        """Look until ``message`` is done.
+    def wait(self, message: _Message, timeout_s: float | None) -> None:
+        """Look at the board until ``message`` is done.
 
         Raises:
             RuntimeError: its neighbour has ended, sent something else, or ``timeout_s`` seconds went by.
@@ -123,23 +138,26 @@ class NeighboursMailbox:
                 message.withdraw()
                 raise RuntimeError(f"Timed out waiting {limit_s:g} s for rank {message.neighbour.rank}")
             looks += 1
-            if looks % _ROUND == 0:
-                self.look()  # the others may wait for what this rank has yet to take
-            if looks < _SPINS:
+            if looks % _LOOKS_AT_ONE == 0:
+                for neighbour in self._neighbours.values():  # they may wait for what this rank has yet to take
+                    neighbour.look()
+            if looks % _LOOKS_PER_PROBE == 0:
+                message.neighbour.probe()
+            if looks < _LOOKS_BEFORE_SLEEP:
                 os.sched_yield()  # the other rank may need this core
             else:
                 time.sleep(min(looks * 1e-6, _LONGEST_PAUSE_S))
 
 
 class _Message:
-    """A message under way, sent or expected."""
+    """A message under way; as it is, one that this rank expects."""
 
     def __init__(self, mailbox: NeighboursMailbox, neighbour: _Neighbour, tensor: torch.Tensor) -> None:
         self.mailbox = mailbox
         self.neighbour = neighbour
         self.tensor: torch.Tensor | None = tensor  # keeps the memory at ``address``
-        self.nbytes = tensor.numel() * tensor.element_size()
         self.address = tensor.data_ptr()
+        self.nbytes = tensor.numel() * tensor.element_size()
         self.done = False
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -156,21 +174,16 @@ class _Message:
         """It is given up: its buffer is no longer what was meant."""
 
 
-class _Request(_Message):
-    """A message that this rank expects."""
-
-
 class _Offer(_Message):
-    """A message that this rank sends; ``done`` is that its buffer is free."""
+    """A message that this rank sends; a small one is copied at once."""
 
     def __init__(self, mailbox: NeighboursMailbox, neighbour: _Neighbour, tensor: torch.Tensor, tag: int) -> None:
         super().__init__(mailbox, neighbour, tensor)
         self.tag = tag
         self.number = 0
-        self.copied = None
-        if self.nbytes <= _EAGER_BYTES:
-            self.copied = ctypes.create_string_buffer(ctypes.string_at(self.address, self.nbytes), max(1, self.nbytes))
-            self.address = ctypes.addressof(self.copied)
+        self.content = b""
+        if self.nbytes <= _INLINE_BYTES:
+            self.content = ctypes.string_at(self.address, self.nbytes)
             self.finish()
 
     def withdraw(self) -> None:
@@ -179,159 +192,127 @@ class _Offer(_Message):
 
 
 class _Neighbour:
-    """The conversation with one other rank."""
+    """What this rank and one other say to each other."""
 
-    def __init__(self, peer: int, own: OwnBoard, board: Board, rank: int) -> None:
+    def __init__(self, board: Board, rank: int, peer: int, place: Place) -> None:
         self.rank = peer
         self.lost = ""
-        """Why this rank can no longer be read; empty while it can."""
-        self.own = own
-        self._row = 1 + peer * _ROW
-        self._board = board
-        self._seen = (ctypes.c_int64 * (1 + _ROW))()
-        here = ctypes.addressof(self._seen)
-        self._theirs = board.address + (1 + rank * _ROW) * _WORD
-        """Where on the other side's board the row for this rank starts."""
-        row = (self._theirs, _ROW * _WORD)
-        self._glance = Reading(board.pid, [(board.address, _WORD), row], [(here, _WORD * (1 + _ROW))])
+        """Why the rank is gone; empty while it is not."""
+        self._words = board.words
+        self._base = ctypes.addressof(board.words)
+        self._out = (rank * board.world + peer) * _RING
+        self._in = (peer * board.world + rank) * _RING
+        self._place = place
         self._offered = 0
         self._queue: deque[_Offer] = deque()
         self._offers: deque[_Offer] = deque()
         self._next = 1
-        """Number of the next offer from the other side."""
-        self._arrived: dict[int, deque[tuple[int, int, int]]] = defaultdict(deque)
-        """By tag: number, address and bytes of offers that nobody has asked for."""
-        self._requests: dict[int, deque[_Request]] = {}
+        """Number of the next message from the other rank."""
+        self._arrived: dict[int, deque[tuple[int, int, int, bytes]]] = defaultdict(deque)
+        """By tag: number, address, bytes and content of messages that nobody has asked for."""
+        self._requests: dict[int, deque[_Message]] = {}
+
+    def __del__(self) -> None:
+        for offer in self._offers:
+            self.withdraw(offer)
 
     def offer(self, offer: _Offer) -> None:
-        """Queue a message; it goes on the board when its slot is free. Whom nothing reaches any more gets nothing."""
-        if self.lost:
-            offer.finish()
-            return
+        """Queue a message; it goes on the board when its slot is free."""
         self._offered += 1
         offer.number = self._offered
         self._queue.append(offer)
-        _talking.add(self)
-        self._publish()
+        self.look()
+        if self.lost:
+            offer.finish()
 
     def withdraw(self, offer: _Offer) -> None:
-        """Take a message from the board."""
-        if offer in self._offers:
-            self.own.words[self._slot(offer.number)] = 0
+        """Take a payload from the board."""
+        if not offer.done and offer in self._offers:
+            self._words[_slot(self._out, offer.number)] = 0
 
-    def request(self, request: _Request, tag: int) -> None:
+    def request(self, request: _Message, tag: int) -> None:
         """Expect a message; of those with the same tag the first asked for gets the first that comes."""
         self._requests.setdefault(tag, deque()).append(request)
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to wait for."""
-        return not (self._requests or self._offers or self._queue) or bool(self.lost)
+        self.look()
 
     def look(self) -> None:
-        """Read the other side's board, see what it has taken, take what is expected."""
-        if self.idle:
-            return
+        """See what the other rank has taken and what it sends; take what is expected."""
+        self._see_taken()
+        self._publish()
+        self._see_offers()
         try:
-            self._read(self._glance)
-            self._see_taken()
-            self._publish()
-            self._see_offers()
             for tag in [tag for tag in self._requests if tag in self._arrived]:
                 self._take(tag)
         except RuntimeError as error:
-            self.lost = f"Connection closed by rank {self.rank}: {error}"
-            _talking.discard(self)
-            for offer in (*self._offers, *self._queue):  # nobody reads them; that the rank is lost, a receive will tell
-                offer.finish()
+            self._lose(error)
 
-    def _read(self, reading: Reading) -> None:
-        reading.run()
-        if self._seen[0] != self._board.nonce:
-            raise RuntimeError("it has ended its engine, or its process")
+    def probe(self) -> None:
+        """Find out whether the other rank is still there. What it sent before it went counts."""
+        try:
+            self._place.check()
+        except RuntimeError as error:
+            self.look()
+            self._lose(error)
+
+    def _lose(self, error: RuntimeError) -> None:
+        self.lost = self.lost or f"Connection closed by rank {self.rank}: {error}"
+        for offer in (*self._offers, *self._queue):  # nobody reads them; that the rank is lost, a receive will tell
+            offer.finish()
 
     def _see_taken(self) -> None:
-        seen = self._seen
-        while self._offers and seen[1 + self._offers[0].number % _SLOTS] == self._offers[0].number:
-            self._offers.popleft().finish()
-        for offer in self._offers:  # taken out of order
-            if seen[1 + offer.number % _SLOTS] == offer.number:
+        taken = self._words[self._out : self._out + _SLOTS] if self._offers else ()
+        for offer in self._offers:
+            if taken[offer.number % _SLOTS] == offer.number:
                 offer.finish()
-        if not self._offers and not self._queue:
-            _talking.discard(self)
+        while self._offers and taken[self._offers[0].number % _SLOTS] == self._offers[0].number:
+            self._offers.popleft()
 
     def _publish(self) -> None:
-        words = self.own.words
+        words = self._words
         while self._queue and (not self._offers or self._queue[0].number - self._offers[0].number < _SLOTS):
             offer = self._queue.popleft()
-            at = self._slot(offer.number)
-            words[at + 1 : at + _FIELDS] = (offer.tag, offer.address, offer.nbytes, self.own.place.nonce ^ _mix(offer))
-            words[at] = offer.number  # last: this is what the other side looks for
+            at = _slot(self._out, offer.number)
+            words[at + 1 : at + _HEAD] = (offer.tag, offer.address, offer.nbytes)
+            ctypes.memmove(self._base + (at + _HEAD) * _WORD, offer.content, len(offer.content))
+            words[at] = offer.number  # last: this is what the other rank looks for
             self._offers.append(offer)
 
-    def _slot(self, number: int) -> int:
-        """Where on this rank's board an offer to the neighbour stands."""
-        return self._row + _SLOTS + number % _SLOTS * _FIELDS
-
     def _see_offers(self) -> None:
-        while True:
-            at = 1 + _SLOTS + self._next % _SLOTS * _FIELDS
-            number, tag, address, nbytes, check = self._seen[at : at + _FIELDS]
-            if number != self._next or check != self._board.nonce ^ number ^ tag ^ address ^ nbytes:
-                return  # not there, or not yet whole
-            self._arrived[tag].append((number, address, nbytes))
+        while self._words[at := _slot(self._in, self._next)] == self._next:
+            tag, address, nbytes = self._words[at + 1 : at + _HEAD]
+            content = b""
+            if nbytes <= _INLINE_BYTES:
+                content = ctypes.string_at(self._base + (at + _HEAD) * _WORD, nbytes)
+                self._words[self._in + self._next % _SLOTS] = self._next
+            self._arrived[tag].append((self._next, address, nbytes, content))
             self._next += 1
 
     def _take(self, tag: int) -> None:
         arrived, requests = self._arrived[tag], self._requests[tag]
         while arrived and requests:
-            (number, address, nbytes), request = arrived.popleft(), requests.popleft()
+            (number, address, nbytes, content), request = arrived.popleft(), requests.popleft()
             if nbytes != request.nbytes:
                 raise RuntimeError(f"it sends {nbytes} bytes where {request.nbytes} are expected")
-            self._copy(number, address, request)
-            self.own.words[self._row + number % _SLOTS] = number
+            if nbytes <= _INLINE_BYTES:
+                ctypes.memmove(request.address, content, nbytes)
+            else:
+                self._copy(number, address, request)
+                self._words[self._in + number % _SLOTS] = number
             request.finish()
-        if not arrived:
-            del self._arrived[tag]
-        if not requests:
-            del self._requests[tag]
+        for waiting in (self._arrived, self._requests):
+            if not waiting[tag]:
+                del waiting[tag]
 
-    def _copy(self, number: int, address: int, request: _Request) -> None:
-        """Read a payload between two looks at the board: it is the neighbour's, and still on offer afterwards."""
-        here, seen = ctypes.addressof(self._seen), self._seen
-        offer = self._theirs + (_SLOTS + number % _SLOTS * _FIELDS) * _WORD
-        for source, target in zip(
-            pieces(address, request.nbytes), pieces(request.address, request.nbytes), strict=True
-        ):
-            nonce, still = (self._board.address, _WORD), (offer, _WORD)
-            self._read(Reading(self._board.pid, (nonce, source, still), ((here, _WORD), target, (here + _WORD, _WORD))))
-            if seen[1] != number:
-                raise RuntimeError("it has given up what it was sending")
+    def _copy(self, number: int, address: int, request: _Message) -> None:
+        """Read a payload; afterwards its rank must be there and the payload still on offer."""
+        sources, targets = pieces(address, request.nbytes), pieces(request.address, request.nbytes)
+        for source, target in zip(sources, targets, strict=True):
+            Reading(self._place.pid, (source,), (target,)).run()
+        self._place.check()
+        if self._words[_slot(self._in, number)] != number:
+            raise RuntimeError("it has given up what it was sending")
 
 
-def _mix(offer: _Offer) -> int:
-    return offer.number ^ offer.tag ^ offer.address ^ offer.nbytes
-
-
-def readable(board: Board) -> int:
-    """0 when the board can be read and is the one meant, otherwise the errno."""
-    nonce = ctypes.c_int64()
-    try:
-        Reading(board.pid, [(board.address, _WORD)], [(ctypes.addressof(nonce), _WORD)]).run()
-    except ProcessMemoryError as error:
-        return error.code
-    return 0 if nonce.value == board.nonce else errno.ESRCH
-
-
-@atexit.register
-def _linger() -> None:
-    """What was said last (why this rank fails) must be heard: it lies in this process's memory."""
-    deadline = time.monotonic() + _LINGER_S
-    while time.monotonic() < deadline:
-        # A child that was forked has a copy of the conversations and no part in them.
-        _talking.difference_update([n for n in _talking if n.own.place.pid != os.getpid()])
-        for neighbour in list(_talking):
-            neighbour.look()
-        if not _talking:
-            return
-        time.sleep(0.002)
+def _slot(ring: int, number: int) -> int:
+    """Where on the board message ``number`` stands."""
+    return ring + _SLOTS + number % _SLOTS * _SLOT

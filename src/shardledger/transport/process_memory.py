@@ -51,7 +51,7 @@ class Reading:
         """Copy; other threads run meanwhile.
 
         Raises:
-            RuntimeError: the process has ended, or does not let this one read; the text names the kernel's reason.
+            ProcessMemoryError: the process has ended, or does not let this one read.
         """
         if _readv is None:
             raise ProcessMemoryError(errno.ENOSYS)
@@ -65,7 +65,7 @@ class ProcessMemoryError(RuntimeError):
 
     def __init__(self, code: int) -> None:
         self.code = code
-        super().__init__("its process has ended" if code == errno.ESRCH else os.strerror(code))
+        super().__init__("it has ended" if code == errno.ESRCH else os.strerror(code))
 
 
 def pieces(address: int, nbytes: int) -> list[tuple[int, int]]:
