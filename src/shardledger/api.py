@@ -44,6 +44,7 @@ from shardledger.runtime.optimizer import (
     parameter_names,
     recipe_class,
 )
+from shardledger.runtime.out_of_memory import tell_at_birth
 from shardledger.runtime.placement import Site
 from shardledger.runtime.schedulers import build_scheduler
 from shardledger.runtime.step import Stepper
@@ -128,32 +129,45 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     transport, created = _join(place, target, plan, may_create=dist_init_required is not False)
     _pin(plan, target)
+    meter = MemoryMeter(target, model_bytes=_bytes_on(target, model))
     parts: Parts | None = None
     try:
         _compare(plan, transport)
         _refuse_what_cannot_fit(bounds, settings, target, model, transport)
         wanted = _Wanted(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
-        names = parameter_names(model)
-        groups = groups_of(_group_source(wanted), names, [p.name for p in spec.parameters if p.trainable])
+        trained = [p.name for p in spec.parameters if p.trainable]
+        groups = groups_of(_group_source(wanted), parameter_names(model), trained)
         site = Site(model, plan, layout, transport, target, _offload(plan, layout, (recipe, groups), transport, target))
         parts = assemble(site)
         made, pieces = _build_optimizer(parts, recipe, groups)
         stepper = Stepper(parts.units, pieces, made, transport, plan, site.offload)
-        engine = Engine(model, plan, layout, parts, made, stepper, MemoryMeter(target))
+        engine = Engine(model, plan, layout, parts, made, stepper, meter)
         engine.lr_scheduler = _scheduler(settings, lr_scheduler, made)
         state = TrainingState(engine, parts, [names for _, names in groups])
         parts.saver = Checkpoints(state, transport, _checkpoint_settings(settings))
     except BaseException as error:
-        part_with(transport, error)
-        if parts is not None:
-            take_apart(parts)
-        if created:
-            leave()
+        _tell_shortage(error, bounds, meter)
+        _end_badly(error, transport, parts, created)
         raise
     parts.advise, parts.on_destroy = bounds.advise, leave if created else None
     engine.config = settings
     engine.training_dataloader = _loader(wanted, settings, plan, transport)
     return engine, made, engine.training_dataloader, engine.lr_scheduler
+
+
+def _end_badly(error: BaseException, transport: Transport, parts: Parts | None, created: bool) -> None:
+    """Undo what initialize has begun."""
+    part_with(transport, error)
+    if parts is not None:
+        take_apart(parts)
+    if created:
+        leave()
+
+
+def _tell_shortage(error: BaseException, bounds: Bounds, meter: MemoryMeter) -> None:
+    """When memory ran out while the engine was made: the account of its states, and what would help."""
+    live = {"framework": meter.baseline_bytes, "params": max(0, meter.current_bytes() - meter.baseline_bytes)}
+    tell_at_birth(error, rank=bounds.rank, needed=bounds.row, live=live, advise=bounds.advise)
 
 
 def plan(  # noqa: PLR0913  # what the command asks, asked from Python
@@ -168,6 +182,7 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
     batch: Any = None,
     trainable: str = "all",
     device: str = "cuda",
+    framework: str | int | None = None,
 ) -> Forecast:
     """Predict every byte of one rank, for every stage, offload and recomputation. Needs no GPU and no process group.
 
@@ -186,6 +201,7 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
         trainable: ``"all"`` (as the model says), or ``"lora:r=16"``: the base frozen, adapters of rank 16.
         device: ``"cuda"``: ranks talk as NCCL's do and the model comes from the host; ``"cpu"``: as gloo's do, and the
             model counts.
+        framework: what the process has on the device before the model, ``"0.6GiB"`` or bytes; None counts nothing.
 
     Returns:
         ``rows``, one for each choice (``shardledger.ledger.row.Row``); ``recommended`` with its ``row`` and ``reasons``
@@ -212,6 +228,7 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
             device=device,
             device_memory=_bytes("device_memory", device_memory),
             host_memory=_bytes("host_memory", host_memory),
+            framework_bytes=_bytes("framework", framework) or 0,
         )
     )
 
@@ -255,8 +272,7 @@ def _refuse_what_cannot_fit(
     budget, where = settings.shardledger.device_memory, "shardledger.device_memory"
     if budget is None and device.type == "cuda":
         where = f"free on {device}"
-        budget = torch.cuda.mem_get_info(device)[0]
-        budget += sum(p.numel() * p.element_size() for p in model.parameters() if p.device == device)
+        budget = torch.cuda.mem_get_info(device)[0] + _bytes_on(device, model)
     if budget is None:
         return
     short = torch.tensor([max(0, bounds.row.total - budget)], dtype=torch.float64)
@@ -269,6 +285,16 @@ def _refuse_what_cannot_fit(
             f"rank {transport.rank}: the plan does not fit the device of ranks {ranks}; they say why."
         )
     raise DoesNotFitError(bounds.refusal(budget, where))
+
+
+def _bytes_on(device: torch.device, model: nn.Module) -> int:
+    """Bytes of the model's storages on ``device``."""
+    found = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in (*model.parameters(), *model.buffers())
+        if t.device.type == device.type and device.index in (None, t.device.index)
+    }
+    return sum(found.values())
 
 
 def _offload(

@@ -1,4 +1,4 @@
-"""``"stage": "auto"``: a dry run of every stage, and the cheapest that keeps the peak under the memory budget."""
+"""``"stage": "auto"``: dry runs, and the cheapest choice for every unit that keeps the peak under the memory budget."""
 
 from __future__ import annotations
 
@@ -11,9 +11,21 @@ from torch.utils.data import default_collate
 
 from shardledger.config import Config
 from shardledger.errors import ConfigError
-from shardledger.forecast import Question, Rehearsed, forecast
+from shardledger.forecast import (
+    Forecast,
+    Question,
+    Rehearsed,
+    base_config,
+    describe_model,
+    forecast,
+    model_maker,
+    rehearse,
+    row_of,
+    variant,
+)
 from shardledger.ledger import state_bytes
-from shardledger.ledger.choose import cheapest, choice
+from shardledger.ledger.choose import choice
+from shardledger.ledger.mixed import Mix, Price, cheapest_mix
 from shardledger.ledger.row import Row
 
 NO_BATCH = (
@@ -25,7 +37,7 @@ NO_BATCH = (
 def decide(
     config: Config, model: nn.Module | Callable[[], nn.Module], batch: Sequence[Any], *, world: int, device: str
 ) -> Config:
-    """Fill in the stage and whether activations are recomputed; a config without open stage comes back as it is.
+    """Fill in the stage of every unit and which are recomputed; a config without open stage comes back as it is.
 
     Every rank decides alike: the dry run needs nobody else, and the bytes are those of the rank that holds the most.
 
@@ -37,28 +49,65 @@ def decide(
         device: ``"cpu"`` or ``"cuda"``: how ranks talk.
 
     Raises:
-        DoesNotFitError: no stage keeps the peak under the budget.
+        DoesNotFitError: no choice keeps the peak under the budget.
         PlanError: the model cannot be run without values.
     """
     budget = config.shardledger.memory_budget
     if not config.stage_is_open or budget is None:
         return config
     recompute = (True,) if config.shardledger.activation_checkpointing else (False, True)
-    rows = rows_without_offload(
-        Question(model=model, config=config, world=world, batch=tuple(batch), device=device, checkpointing=recompute)
+    question = Question(
+        model=model, config=config, world=world, batch=tuple(batch), device=device, checkpointing=recompute
     )
-    row = cheapest(rows, budget)
-    return config.decided(stage=row.stage, activation_checkpointing=row.checkpointing, why=choice(row, rows, budget))
-
-
-def rows_without_offload(question: Question) -> list[Row]:
-    """Stage by recomputation, each for the rank that holds the most."""
     found = forecast(question)
+    rows = rows_to_choose_from(found)
+    row = cheapest_mix(rows, budget, units_of(found), pricing(question))
+    return decided(config, row, choice(row, rows, budget))
+
+
+def decided(config: Config, row: Row, why: str = "chosen by the memory budget") -> Config:
+    """``config``, whose stage is open, with the choice of ``row``."""
+    return config.decided(
+        stage=row.stage,
+        activation_checkpointing=row.checkpointing,
+        unit_stages=dict(row.unit_stages),
+        recomputed_units=row.recomputed_units,
+        offload=row.offload,
+        why=why,
+    )
+
+
+def rows_to_choose_from(found: Forecast) -> list[Row]:
+    """Stage by recomputation by offload, each for the rank that holds the most."""
     return [
-        _of_the_heaviest_rank(row, found.runs[row.stage, row.checkpointing, row.micro_batch])
+        row
+        if row.offload != "none"  # step counters, in which ranks differ, are away
+        else _of_the_heaviest_rank(row, found.runs[row.stage, row.checkpointing, row.micro_batch])
         for row in found.rows
-        if row.offload == "none"
     ]
+
+
+def units_of(found: Forecast) -> tuple[str, ...]:
+    """Labels of the units, the root first."""
+    return tuple(unit.label for unit in next(iter(found.runs.values())).plan.units)
+
+
+def pricing(question: Question) -> Price:
+    """A dry run of each choice that is asked for, for the rank that holds the most. Raises as ``forecast`` does."""
+    base, make_model = base_config(question), model_maker(question)
+    spec = describe_model(make_model)
+    micro_batch = question.micro_batches[0] if question.micro_batches else base.train_micro_batch_size_per_gpu
+    known: dict[Mix, Row] = {}
+
+    def price(mix: Mix) -> Row:
+        if mix not in known:
+            by_unit = {"unit_stages": mix.unit_stages or None, "recomputed_units": list(mix.recomputed) or None}
+            config = variant(base, question.world, mix.stage, bool(mix.recomputed), micro_batch, by_unit)
+            found = rehearse(question, config, spec, make_model)
+            known[mix] = _of_the_heaviest_rank(row_of(question, found, "none"), found)
+        return known[mix]
+
+    return price
 
 
 def _of_the_heaviest_rank(row: Row, made: Rehearsed) -> Row:

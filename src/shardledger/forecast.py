@@ -21,9 +21,10 @@ from shardledger.errors import ConfigError, PlanError
 from shardledger.layout.build import Layout, build_layout
 from shardledger.ledger.categories import CATEGORIES
 from shardledger.ledger.fit import Situation
-from shardledger.ledger.offload import OFFLOADS, OFFLOADS_OF_SHARDED_PARAMS, offloaded
+from shardledger.ledger.offload import Offloaded, choices, offloaded, with_offload
 from shardledger.ledger.recommend import Recommendation, recommend
 from shardledger.ledger.row import Row
+from shardledger.ledger.saves import SaveBytes, save_bytes
 from shardledger.plan.build import build_plan
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Role
@@ -31,6 +32,7 @@ from shardledger.plan.spec import ModelSpec
 from shardledger.runtime.describe import describe
 from shardledger.runtime.dryrun import DryRun, Rehearsal, dry_run
 from shardledger.runtime.optimizer import OptimizerRecipe, check_recipe
+from shardledger.telemetry.live import Reading
 from shardledger.workload import find_model, loss_of
 from shardledger.workload.adapters import train_adapters
 
@@ -83,6 +85,19 @@ class Rehearsed:
     plan: Plan
     layout: Layout
     run: DryRun
+
+    def saves(self, rank: int) -> SaveBytes:
+        """What a checkpoint takes on ``rank``."""
+        asynchronous = self.config.shardledger.checkpoint.asynchronous
+        return save_bytes(self.layout, self.run.optimizer_bytes, rank, asynchronous=asynchronous)
+
+    def while_saving(self, question: Question) -> Reading:
+        """Live bytes during a save: states at rest, and on CPU ranks, whose device is the host, the copies of an
+        asynchronous save. A synchronous one copies a unit into the writer's buffers, which are no tensors."""
+        held = dict(self.run.rest)
+        if question.device == "cpu" and self.config.shardledger.checkpoint.asynchronous:
+            held["temporary"] += self.saves(question.rank).copied
+        return Reading(sum(held.values()), held, "checkpoint", "")
 
 
 @dataclass(frozen=True)
@@ -176,36 +191,42 @@ def rehearse(question: Question, config: Config, spec: ModelSpec, make_model: Ca
 def rows_of(question: Question, found: Rehearsed) -> list[Row]:
     """One row for each choice of offload."""
     sharded = any(flat.param_sharded for flat in found.layout.flats)
-    return [row_of(question, found, choice) for choice in (OFFLOADS_OF_SHARDED_PARAMS if sharded else OFFLOADS)]
+    return [row_of(question, found, c) for c in choices(sharded=sharded, one_memory=question.device == "cpu")]
 
 
-def row_of(question: Question, found: Rehearsed, offload: str) -> Row:
+def row_of(question: Question, found: Rehearsed, choice: str) -> Row:
     """The highest moment of a step under one choice of offload."""
-    moved = offloaded(found.plan, found.layout, found.run.optimizer_bytes, question.rank, offload)
-    best: tuple[int, dict[str, int], str, str] | None = None
-    for phase, reading in found.run.peaks.items():
-        held = dict(reading.by_category)
-        for category, nbytes in moved.device.items():
-            held[category] = max(0, held[category] - nbytes)  # at birth not all of it is there yet
-        held["framework"] += question.framework_bytes
-        total = sum(held.values())
-        if best is None or total > best[0]:
-            best = (total, held, phase, reading.unit)
-    assert best is not None
-    total, held, phase, unit = best
+    cpu = question.device == "cpu"
+    plan = with_offload(found.plan, choice)
+    moved = offloaded(plan, found.layout, found.run.optimizer_bytes, question.rank, one_memory=cpu)
+    held, phase, unit = highest({**found.run.peaks, "checkpoint": found.while_saving(question)}, moved)
+    held["framework"] += question.framework_bytes
     return Row(
         stage=found.plan.stage,
-        offload=offload,
+        offload=choice,
         checkpointing=found.config.shardledger.activation_checkpointing,
         micro_batch=found.plan.step.micro_batch,
         **{category: held[category] for category in CATEGORIES},
-        total=total,
+        total=sum(held.values()),
         host_bytes=moved.host,
         disk_bytes=moved.disk,
         peak_phase=phase,
         peak_unit=unit,
         sent_bytes_per_step=found.run.sent_bytes_per_step,
+        unit_stages=tuple((found.config.shardledger.unit_stages or {}).items()),
+        recomputed_units=found.config.shardledger.recomputed_units or (),
     )
+
+
+def highest(peaks: Mapping[str, Reading], moved: Offloaded) -> tuple[dict[str, int], str, str]:
+    """Bytes by category at the highest moment once some have ``moved``, and its phase and unit; ``peaks``: by phase."""
+    found = []
+    for phase, reading in peaks.items():
+        held = dict(reading.by_category)
+        for category, nbytes in moved.device.items():
+            held[category] = max(0, held[category] - nbytes)  # at birth not all of it is there yet
+        found.append((held, phase, reading.unit))
+    return max(found, key=lambda one: sum(one[0].values()))
 
 
 def base_config(question: Question) -> Config:
@@ -217,18 +238,27 @@ def base_config(question: Question) -> Config:
     return load_config(given, world=question.world, world_source="the plan's world size")
 
 
-def variant(base: Config, world: int, stage: int, checkpointing: bool, micro_batch: int) -> Config:
+def variant(
+    base: Config,
+    world: int,
+    stage: int,
+    checkpointing: bool,
+    micro_batch: int,
+    by_unit: Mapping[str, Any] | None = None,
+) -> Config:
     """``base`` at another stage, with or without recomputation, at another micro-batch.
 
-    The accumulation stays as it is, so another micro-batch means another global batch. Raises ConfigError.
+    ``by_unit`` are keys of ``shardledger`` that tell units apart (``unit_stages``, ``recomputed_units``). The accumulation
+    stays as it is, so another micro-batch means another global batch. Raises ConfigError.
     """
     raw = base.to_dict()
     zero = {k: v for k, v in raw.get("zero_optimization", {}).items() if not k.startswith("offload_")}
+    own = {k: v for k, v in raw.get("shardledger", {}).items() if k not in ("unit_stages", "recomputed_units")}
     accumulation = base.gradient_accumulation_steps
     changed = {
         **raw,
         "zero_optimization": {**zero, "stage": stage},
-        "shardledger": {**raw.get("shardledger", {}), "activation_checkpointing": checkpointing},
+        "shardledger": {**own, "activation_checkpointing": checkpointing, **(by_unit or {})},
         **dict(zip(BATCH_KEYS, (micro_batch * accumulation * world, micro_batch, accumulation), strict=True)),
     }
     return load_config(changed, world=world, world_source="the plan's world size")

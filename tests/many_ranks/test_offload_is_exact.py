@@ -1,6 +1,5 @@
 """Where states rest changes no bit: every home, stage, precision and optimizer against the run on the device alone."""
 
-import itertools
 import os
 from pathlib import Path
 
@@ -38,30 +37,31 @@ def train_beside(jobs: list[Job], apart: bool) -> list[object]:
         shardledger.api._is_host_memory = lambda device: device.type == "cpu"
 
 
-def wrong(jobs: dict[object, Job], world: int, *, apart: bool) -> dict[object, object]:
-    """Runs that differ in any bit from the first, by what differs."""
-    by_rank = run_ranks(train_beside, world, list(jobs.values()), apart, timeout=200)
-    runs = {key: [outcomes[i] for outcomes in by_rank] for i, key in enumerate(jobs)}
-    first = next(iter(runs.values()))
-    found = {}
-    for key, outcomes in runs.items():
+def wrong(groups: dict[object, dict[object, Job]], world: int, *, apart: bool) -> dict[object, object]:
+    """Runs that differ in any bit from the first one of their group, by what differs."""
+    keys = [(group, key) for group, jobs in groups.items() for key in jobs]
+    by_rank = run_ranks(train_beside, world, [groups[group][key] for group, key in keys], apart, timeout=240)
+    runs = {key: [outcomes[i] for outcomes in by_rank] for i, key in enumerate(keys)}
+    found: dict[object, object] = {}
+    for group, key in keys:
+        outcomes, first = runs[group, key], runs[group, next(iter(groups[group]))]
         names = same_bits(outcomes[0].weights, first[0].weights)
         seen = [(o.losses, o.norms) for o in outcomes]
         if names or seen != [(o.losses, o.norms) for o in first]:
-            found[key] = names or seen
+            found[group, key] = names or seen
     return found
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "apart"), [("fp32", False), ("bf16", False), ("bf16", True), ("fp32", True)])
 def test_no_home_changes_a_bit(precision, apart, tmp_path):
     options = {"optimizer": "AdamW", "lr": 0.01, "precision": precision, "gradient_clipping": 0.1}
-    for stage in range(4):
-        # Two steps with accumulation: the second one reads what the first one wrote (case B02).
-        jobs = {"device": Job("transformer", config(stage, accumulation=2, **options), steps=3)}
+    groups: dict[object, dict[object, Job]] = {}
+    for stage in range(4) if (precision, apart) != ("fp32", True) else (1, 3):
+        # Two steps with accumulation: the second one reads what the first one wrote.
+        groups[stage] = {"device": Job("transformer", config(stage, accumulation=2, **options), steps=2)}
         for name, zero in homes(tmp_path, stage).items():
-            jobs[name] = Job("transformer", config(stage, accumulation=2, zero=zero, **options), steps=3)
-        assert wrong(jobs, 2, apart=apart) == {}, f"stage {stage}"
+            groups[stage][name] = Job("transformer", config(stage, accumulation=2, zero=zero, **options), steps=2)
+    assert wrong(groups, 2, apart=apart) == {}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,19 +76,22 @@ def test_optimizers_of_every_kind_find_their_states_again(tmp_path):
         "Rprop": {"lr": 0.01},
     }
     disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}, "sub_group_size": TILE}
+    groups: dict[object, dict[object, Job]] = {}
     for recipe, parameters in recipes.items():
         options = {"optimizer": recipe.split(",")[0], "optimizer_params": parameters}
-        for model in ("awkward", "frozen"):
+        for model in ("awkward", "frozen") if recipe in ("Adagrad", "NAdam") else ("awkward",):
             jobs = {zero is None: Job(model, config(3, zero=zero, **options), steps=3) for zero in (None, disk)}
-            assert wrong(jobs, 2, apart=False) == {}, (recipe, model)
+            groups[recipe, model] = jobs
+    assert wrong(groups, 2, apart=False) == {}
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_odd_sizes_more_ranks_than_elements_and_a_part_of_the_states(world, tmp_path):
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
-    for stage, model in itertools.product((1, 3), ("regressor", "awkward", "chain")):
+    groups: dict[object, dict[object, Job]] = {}
+    for stage, model in ((1, "regressor"), (3, "regressor"), (3, "awkward"), (2, "chain")):
         options = {"optimizer": "AdamW", "lr": 0.01}
-        jobs = {"device": Job(model, config(stage, **options), steps=3)}
+        jobs: dict[object, Job] = {"device": Job(model, config(stage, **options), steps=3)}
         for ratio, pipelined in ((0.5, True), (1.0, False)):
             section = {
                 **disk,
@@ -98,7 +101,8 @@ def test_odd_sizes_more_ranks_than_elements_and_a_part_of_the_states(world, tmp_
                 "pipeline_write": pipelined,
             }
             jobs[ratio] = Job(model, config(stage, zero={"offload_optimizer": section}, **options), steps=3)
-        assert wrong(jobs, world, apart=False) == {}, (stage, model)
+        groups[stage, model] = jobs
+    assert wrong(groups, world, apart=False) == {}
     assert os.listdir(tmp_path) == []
 
 

@@ -84,6 +84,10 @@ class StandInEngine:
         dist.all_gather(rows, own)
         return [row.tolist() for row in rows]
 
+    def tier_traffic(self) -> dict[str, dict[str, float]]:
+        numbers = ("read_bytes", "written_bytes", "wait_s", "busy_s")
+        return {tier: dict.fromkeys(numbers, 0.0) for tier in ("host", "disk")}
+
     def ledger(self) -> dict[str, dict[str, int | None]]:
         known = {"params": 4 * sum(parameter.numel() for parameter in self.module.parameters()), "total": 2**33 + 1}
         return {

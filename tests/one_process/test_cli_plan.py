@@ -109,12 +109,12 @@ def test_the_written_config_loads_and_says_what_was_recommended(tmp_path, precis
     assert f"recommended: stage {config.zero_optimization.stage}, micro-batch 2" in result.stdout
 
 
-def test_an_offload_that_this_version_lacks_is_written_for_deepspeed_and_said(tmp_path):
+def test_a_recommended_offload_is_written_for_us_and_for_deepspeed(tmp_path):
     file = tmp_path / "ds.json"
-    result = plan("--params", "70B", "--world", "8", "--device-memory", "24GiB", "--write", str(file))
-    assert "offload is not available in this version" in result.stdout
+    plan("--params", "70B", "--world", "8", "--device-memory", "24GiB", "--write", str(file))
     zero = json.loads(file.read_text())["zero_optimization"]
     assert zero["stage"] == 3 and zero["offload_optimizer"]["device"] == "cpu"
+    assert load_config(file, world=8).zero_optimization.offload_optimizer.device == "cpu"
 
 
 WRONG = [
@@ -132,6 +132,12 @@ WRONG = [
     (("--params", "7B", "--device-memory", "8GiB", "--write", "no/such/folder/x.json"), "there is no folder"),
     (("--params", "7B", "--config", "x.json"), "--config needs --model"),
     (("--params", "7B", "--world", "0"), "--world"),
+    (("--params", "7B", "--device-memory", "8GiB", "--bandwidth", "5"), "did you mean 5GB/s?"),
+    (("--params", "7B", "--bandwidth", "50GB/s", "--flops", "400"), "did you mean 400TFLOP/s?"),
+    (("--params", "7B", "--flops", "4e14"), "--flops needs --bandwidth"),
+    (("--model", "gpt:1m", "--device-memory", "8GiB", "--no-master"), "--no-master goes with --params"),
+    (("--model", "gpt:1m", "--device-memory", "8GiB", "--memory-budget", "9GiB"), "could not stay under both"),
+    (("--params", "7B", "--framework", "-1GiB"), "--framework"),
 ]
 
 

@@ -236,9 +236,68 @@ def test_a_budget_takes_the_cheapest_row_under_it(tmp_path, capsys):
     assert not config.stage_is_open
 
 
+def test_a_budget_counts_the_host_memory_that_offload_takes(capsys):
+    # Parameters, masters and moments away: 13 GiB a rank, 104 GiB a machine of eight.
+    text = show(capsys, device_memory=None, memory_budget="3GiB", host_memory="128GiB")
+    assert "recommended: stage 3, offload optimizer:cpu+param:cpu, activations recomputed" in text
+    with pytest.raises(DoesNotFitError):
+        show(capsys, device_memory=None, memory_budget="3GiB", host_memory="96GiB")
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "lesson"),
+    [
+        ({"bf16": {"enabled": True}}, {"precision": "fp32"}, "precision is bf16 in .*but fp32 in --precision"),
+        ({}, {"precision": "bf16"}, "precision is fp32 in .*neither bf16 nor fp16 is on.*but bf16 in --precision"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1}}},
+            {"optimizer": "sgd"},
+            "AdamW in .*--optimizer says sgd",
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}},
+            {"optimizer": "sgd"},
+            "SGD in .*--optimizer says sgd",
+        ),
+    ],
+)
+def test_options_that_contradict_the_config_are_refused_with_both_values(tmp_path, content, changes, lesson):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=lesson):
+        question_of(options(config=str(file), **changes))
+
+
+def test_options_fill_in_what_the_config_leaves_open_and_may_repeat_it(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"fp16": {"enabled": True}}))
+    asked = question_of(options(config=str(file), precision="fp16", optimizer="sgd-momentum"))
+    assert asked.config["optimizer"]["type"] == "SGD" and asked.config["optimizer"]["params"]["momentum"] == 0.9
+    assert asked.config["fp16"]["enabled"]
+
+
+def test_a_choice_by_unit_is_written_and_shown(tmp_path, capsys):
+    target = tmp_path / "out.json"
+
+    class Mixing(Planner):
+        def __call__(self, question):
+            planned = super().__call__(question)
+            row = next(row for row in planned.rows if row.stage == 3 and row.checkpointing)
+            mixed = replace(row, unit_stages=(("(root)", 2),), recomputed_units=("blocks.0",))
+            return replace(planned, within=lambda budget, host: mixed)
+
+    text = show(capsys, Mixing(), device_memory=None, memory_budget="30GiB", write=str(target))
+    assert "stage 3, 1 unit ((root)) at stage 2, activations of 1 unit (blocks.0) recomputed" in text
+    assert "3/2    none" in text and "some" in text
+    own = load_config(target, world=8).shardledger
+    assert (own.unit_stages, own.recomputed_units) == ({"(root)": 2}, ("blocks.0",))
+    answer = json.loads(show(capsys, Mixing(), device_memory=None, memory_budget="30GiB", json=True))["recommended"]
+    assert (answer["unit_stages"], answer["recomputed_units"]) == ({"(root)": 2}, ["blocks.0"])
+
+
 def test_a_budget_that_nothing_meets_is_exit_code_3_material(capsys):
-    asked = options(device_memory=None, memory_budget="3GiB")
-    with pytest.raises(DoesNotFitError, match="GiB of device memory per rank are missing"):
+    asked = options(device_memory=None, memory_budget="2GiB")
+    with pytest.raises(DoesNotFitError, match="512.0 MiB of device memory per rank are missing"):
         plan_model(asked, hardware_of(asked), Planner())
     assert "what would help" in capsys.readouterr().out
 
@@ -250,7 +309,7 @@ def test_the_command_plans_a_model_of_a_size_no_laptop_holds_for_many_ranks(tmp_
 
     file = tmp_path / "ds.json"
     arguments = ["plan", "--model", "gpt:1m", "--world", "64", "--device-memory", "16MiB", "--seq-len", "32", "--json"]
-    result = CliRunner().invoke(app, [*arguments, "--write", str(file)])
+    result = CliRunner().invoke(app, [*arguments, "--framework", "0", "--write", str(file)])
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
     assert {(row["stage"], row["offload"], row["checkpointing"]) for row in content["stages"]} == {
@@ -284,6 +343,7 @@ def test_what_is_recommended_is_verified_by_real_steps_on_request():
     assert abs(error) < 1
     for category in (*CATEGORIES, "total"):
         assert f"\n  {category} " in table
+    assert "note: framework: 768.0 MiB assumed for CUDA's context and NCCL; --framework says otherwise" in result.stdout
 
 
 def test_a_model_too_large_to_verify_here_is_a_lesson():

@@ -1,5 +1,7 @@
 """Out of memory, before and after: a plan that cannot fit is refused unbuilt; a run that runs out tells its ledger."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ import shardledger as sl
 from shardledger.cli.exits import DOES_NOT_FIT, exit_code
 from shardledger.errors import DoesNotFitError
 from shardledger.runtime.out_of_memory import asked_bytes, is_out_of_memory
+from shardledger.runtime.parameters import FlatParameters
 from support.ranks import run_ranks
 
 CUDA_MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
@@ -112,6 +115,60 @@ def test_the_ledger_of_the_moment_is_printed_and_attached_and_the_error_is_the_s
     engine.step()
     assert engine.was_step_applied()
     engine.destroy()
+
+
+def bare_backward_that_fails(engine, error, monkeypatch, *, in_a_kernel):
+    """loss.backward() without the engine: memory runs out in an operator of autograd, or in a gather of the engine."""
+    block = engine.module.blocks[2]
+    if in_a_kernel:
+        monkeypatch.setattr(block.linear, "forward", lambda x, f=block.linear.forward: Fails.apply(f(x), error))
+    loss = engine(torch.ones(4, 32))
+    if not in_a_kernel:
+        monkeypatch.setattr(FlatParameters, "allocate", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error)) as caught:
+        loss.backward()
+    monkeypatch.undo()
+    assert caught.value is error
+
+
+def test_a_gather_that_fails_under_a_bare_backward_is_told_at_once(capsys, monkeypatch):
+    engine = sl.initialize(model=Model(), config=config(3), device="cpu")[0]
+    error = torch.OutOfMemoryError(CUDA_MESSAGE)
+    bare_backward_that_fails(engine, error, monkeypatch, in_a_kernel=False)
+    assert error.shortage.phase == "backward" and error.shortage.unit in ("(root)", "blocks.3")  # gathered ahead
+    assert "recompute activations" in capsys.readouterr().err
+    loss = engine(torch.ones(4, 32))  # the broken pass is cleaned up, training goes on
+    loss.backward()
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
+def test_what_fails_in_autograds_own_operators_under_a_bare_backward_is_told_when_nobody_catches_it(
+    capsys, monkeypatch
+):
+    engine = sl.initialize(model=Model(), config=config(), device="cpu")[0]
+    error = RuntimeError(CPU_MESSAGE)
+    bare_backward_that_fails(engine, error, monkeypatch, in_a_kernel=True)
+    assert not hasattr(error, "shortage")
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert error.shortage.phase == "backward" and error.shortage.unit in ("blocks.2", "blocks.3")
+    text = capsys.readouterr().err
+    assert text.index("ran out of memory in backward") < text.index("Traceback")
+    engine.destroy()
+
+
+def test_memory_that_runs_out_in_initialize_is_told_with_what_the_states_need(capsys, monkeypatch):
+    error = torch.OutOfMemoryError(CUDA_MESSAGE)
+    monkeypatch.setattr("shardledger.api.assemble", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        sl.initialize(model=Model(512), config=config(), device="cpu")
+    assert caught.value is error
+    shortage = error.shortage
+    assert (shortage.phase, shortage.step, shortage.asked_bytes) == ("initialize", 0, 2 * 2**30)
+    assert shortage.predicted["params"] == 4 * 512 * 513 * 4
+    text = capsys.readouterr().err
+    assert "rank 0 ran out of memory in initialize; 2.0 GiB more were asked for" in text and "what would help" in text
 
 
 def test_other_errors_pass_untold(capsys, monkeypatch):

@@ -283,3 +283,29 @@ def test_an_open_stage_needs_a_budget_and_a_budget_an_open_stage():
         load_config({"zero_optimization": {"stage": "auto"}})
     closed = load_config({"zero_optimization": {"stage": 2}, "shardledger": {"memory_budget": "22GiB"}})
     assert any(line.startswith("shardledger.memory_budget: it is read when") for line in closed.no_effect)
+
+
+@pytest.mark.parametrize(
+    ("stage", "own", "lesson"),
+    [
+        (2, {"unit_stages": {"blocks.0": 3}}, "'blocks.0' has a higher stage than zero_optimization.stage = 2"),
+        (2, {"unit_stages": {"blocks.0": 4}}, "shardledger.unit_stages"),
+        (3, {"unit_stages": ["blocks.0"]}, "shardledger.unit_stages"),
+        (3, {"recomputed_units": ["blocks.0"]}, "activation_checkpointing is false"),
+        ("auto", {"unit_stages": {"blocks.0": 1}, "memory_budget": "1GiB"}, "are what the budget chooses"),
+    ],
+)
+def test_choices_for_units_that_contradict_the_rest_are_refused(stage, own, lesson):
+    with pytest.raises(ConfigError) as caught:
+        load_config({"zero_optimization": {"stage": stage}, "shardledger": own})
+    assert lesson in str(caught.value)
+
+
+def test_choices_for_units_survive_writing_and_reading():
+    own = {"unit_stages": {"(root)": 2}, "activation_checkpointing": True, "recomputed_units": ["blocks.0"]}
+    config = load_config({"zero_optimization": {"stage": 3}, "shardledger": own})
+    assert load_config(config.to_dict()) == config
+    decided = load_config(OPEN).decided(
+        stage=3, activation_checkpointing=True, unit_stages={"(root)": 2}, recomputed_units=["blocks.0"]
+    )
+    assert decided.shardledger.unit_stages == {"(root)": 2} and decided.shardledger.recomputed_units == ("blocks.0",)

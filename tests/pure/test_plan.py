@@ -8,7 +8,7 @@ from shardledger.config import load_config
 from shardledger.errors import PlanError
 from shardledger.plan.build import ALIGNMENT, build_plan
 from shardledger.plan.plan import Plan
-from shardledger.plan.roles import Role
+from shardledger.plan.roles import STAGE_ROLES, Role
 from shardledger.plan.spec import ModelSpec, ModuleSpec, ParameterSpec
 
 SIZES = {"embed": 1000, "blocks.0.w": 400, "blocks.0.b": 20, "blocks.1.w": 400, "blocks.1.b": 20, "head": 300}
@@ -208,6 +208,8 @@ DIFFERENT = {
     "overlap": {"zero": {"overlap_comm": False}},
     "units": {"shardledger": {"units": []}},
     "recompute": {"shardledger": {"activation_checkpointing": True}},
+    "one recomputed": {"shardledger": {"activation_checkpointing": True, "recomputed_units": ["blocks.1"]}},
+    "one whole": {"shardledger": {"unit_stages": {"blocks.1": 2}}},
     "accumulation": {"gradient_accumulation_steps": 2},
     "micro batch": {"train_micro_batch_size_per_gpu": 2},
     "clipping": {"gradient_clipping": 1.0},
@@ -242,3 +244,26 @@ def test_the_fingerprint_covers_which_parameters_stay_gathered():
 )
 def test_the_fingerprint_tells_models_apart_that_are_laid_out_differently(other):
     assert plan_of(3, model=other).fingerprint != plan_of(3).fingerprint
+
+
+def test_units_may_shard_less_than_the_stage_says_and_be_recomputed_by_name():
+    own = {
+        "unit_stages": {"(root)": 2, "blocks.1": 1},
+        "activation_checkpointing": True,
+        "recomputed_units": ["blocks.0"],
+    }
+    plan = plan_of(3, shardledger=own)
+    assert [unit.sharded for unit in plan.units] == [STAGE_ROLES[2], STAGE_ROLES[3], STAGE_ROLES[1]]
+    assert [unit.recompute for unit in plan.units] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"unit_stages": {"block.1": 2}},
+        {"activation_checkpointing": True, "recomputed_units": ["block.1"]},
+    ],
+)
+def test_a_unit_that_is_not_there_is_a_lesson(own):
+    with pytest.raises(PlanError, match=r"names the unit 'block.1'.*Did you mean 'blocks.1'\? Its units: .*blocks.0"):
+        plan_of(3, shardledger=own)

@@ -50,7 +50,7 @@ def print_comparison(ranks: Sequence[Mapping[str, Side]], *, title: str, rank: i
     from rich.console import Console
     from rich.table import Table
 
-    from shardledger.telemetry.report import mebibytes
+    from shardledger.telemetry.report import mebibytes, process_lines
 
     shown = worst_rank(ranks) if rank is None else rank
     table = Table(title=f"{title}; MiB of rank {shown}", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
@@ -72,9 +72,20 @@ def print_comparison(ranks: Sequence[Mapping[str, Side]], *, title: str, rank: i
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
     console.print(table)
+    for line in (*phase_lines(ranks[shown]), *process_lines(ranks[shown : shown + 1])):
+        console.print(line, soft_wrap=True)
     totals = [percent(r["predicted"].get("total"), r["measured"].get("total")) for r in ranks]
     if len(ranks) > 1:
         console.print(f"error of the total by rank: {', '.join(totals[:16])}{', ...' if len(totals) > 16 else ''}")
+
+
+def phase_lines(rank: Mapping[str, Side]) -> list[str]:
+    """Most bytes in each phase, predicted and measured, where the run counted them."""
+    from shardledger.telemetry.report import mebibytes
+
+    measured, predicted = rank.get("phases") or {}, rank.get("predicted_phases") or {}
+    told = [f"{p} {mebibytes(predicted.get(p))} / {mebibytes(total)}" for p, total in measured.items()]
+    return [f"by phase, predicted / measured MiB: {', '.join(told)}"] if told else []
 
 
 def worst_rank(ranks: Sequence[Mapping[str, Side]]) -> int:

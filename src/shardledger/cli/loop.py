@@ -6,17 +6,22 @@ It is written against the engine's public methods only, so it is also an example
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardledger.cli.run_checkpoints import RunCheckpoints
 from shardledger.cli.stop import StopRequest
 from shardledger.telemetry import EvalRecord, MemoryMeter, SinkGroup, StepRecord
+from shardledger.telemetry.bottleneck import Bottleneck
 from shardledger.workload import BatchSampler, TextData, loss_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from shardledger.cli.live_count import LiveCount
 
 EVAL_BATCH = 8  # rows at a time
 EVAL_ROWS = 128  # held-out sequences in all, over all ranks
@@ -34,8 +39,11 @@ class _Timing:
 class TrainingLoop:
     """Steps and evaluations of one engine on one text. All ranks run it; only rank 0 writes to ``sinks``."""
 
-    def __init__(self, engine: Any, text: TextData, sampler: BatchSampler, sinks: SinkGroup) -> None:
+    def __init__(
+        self, engine: Any, text: TextData, sampler: BatchSampler, sinks: SinkGroup, count: LiveCount | None = None
+    ) -> None:
         self.engine = engine
+        self.count = count
         self.sampler = sampler
         self.sinks = sinks
         self.meter = MemoryMeter(engine.device)
@@ -45,6 +53,7 @@ class TrainingLoop:
         self.stopping = False
         """Whether a rank was asked to stop; known to all at the end of the step."""
         self._device_utilization = _device_utilization(engine.device)
+        self._bottleneck = Bottleneck()
 
     def run(
         self,
@@ -81,24 +90,29 @@ class TrainingLoop:
         engine = self.engine
         begin = time.perf_counter()
         waited, skipped, scale = engine.comm_wait_s, engine.skipped_steps, engine.loss_scale
+        moved = engine.tier_traffic()
         batches = self.sampler.next_batch()
         data_s = time.perf_counter() - begin
         rate = float(engine.get_lr()[0])  # the rate of this step; step() moves the scheduler on
         losses = []
-        for tokens, targets in batches:
-            loss = loss_of(engine(*self._on_device(tokens, targets)))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
+        with self.count.step() if self.count is not None else nullcontext():
+            while batches:
+                inputs = self._on_device(*batches.pop(0))  # let go before the next ones are used
+                loss = loss_of(engine(*inputs))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach())
         loss = sum(map(float, losses)) / len(losses)  # waits for the device: the times below are of finished work
         step_s, comm_wait_s = time.perf_counter() - begin, engine.comm_wait_s - waited
         timing = _Timing(step_s=step_s, data_s=data_s, comm_wait_s=comm_wait_s)
+        tiers = _since(moved, engine.tier_traffic())
         gathered = engine.gather_scalars(
             [
                 loss,
                 timing.data_s,
                 timing.comm_wait_s,
-                self._utilization(timing),
+                self._utilization(timing, sum(tier["wait_s"] for tier in tiers.values())),
+                *(tier["wait_s"] for tier in tiers.values()),
                 float(self.meter.peak_bytes()),
                 float(self.stop is not None and self.stop.requested),
             ]
@@ -123,8 +137,12 @@ class TrainingLoop:
             offload=self.offload,
             skipped=engine.skipped_steps > skipped,
             loss_scale=scale,
+            offload_wait_s=dict(zip(tiers, means[4:6], strict=True)),
         )
         self.sinks.write(record)
+        told = self._bottleneck.look(step_s, tiers)
+        if told is not None and engine.rank == 0:
+            print(told, flush=True)
         return record
 
     def evaluate(self, step: int) -> float:
@@ -144,14 +162,20 @@ class TrainingLoop:
     def _on_device(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return tokens.to(self.engine.device), targets.to(self.engine.device)
 
-    def _utilization(self, timing: _Timing) -> float:
+    def _utilization(self, timing: _Timing, offload_wait_s: float) -> float:
         """Share of 1 in which this rank's device worked: as the device reports it, else the time not spent waiting."""
         if self._device_utilization:
             import torch
 
             return torch.cuda.utilization(self.engine.device) / 100
-        busy = 1 - (timing.data_s + timing.comm_wait_s) / timing.step_s
+        busy = 1 - (timing.data_s + timing.comm_wait_s + offload_wait_s) / timing.step_s
         return min(1.0, max(0.0, busy))
+
+
+def _since(
+    before: Mapping[str, Mapping[str, float]], now: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
+    return {tier: {key: value - before[tier][key] for key, value in numbers.items()} for tier, numbers in now.items()}
 
 
 def _device_utilization(device: torch.device) -> bool:

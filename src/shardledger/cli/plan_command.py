@@ -21,8 +21,12 @@ ModelOption = Annotated[
     Text, typer.Option("--model", help="gpt:SIZE, package.module:function or a Hugging Face config.json.")
 ]
 WorldOption = Annotated[int, typer.Option("--world", min=1, help="Ranks.")]
-PrecisionOption = Annotated[str, typer.Option("--precision", help="Without --config: bf16, fp16 or fp32.")]
-OptimizerOption = Annotated[str, typer.Option("--optimizer", help="Without --config: adamw, sgd, sgd-momentum, ...")]
+PrecisionOption = Annotated[
+    Text, typer.Option("--precision", help="bf16, fp16 or fp32. Default: the config's, or bf16 without one.")
+]
+OptimizerOption = Annotated[
+    Text, typer.Option("--optimizer", help="adamw, sgd, sgd-momentum, ... Default: the config's, or adamw.")
+]
 MasterOption = Annotated[bool, typer.Option("--no-master", help="With --params: no fp32 masters in the account.")]
 FrozenOption = Annotated[float, typer.Option("--frozen", metavar="SHARE", help="With --params: frozen share, as 0.99.")]
 DeviceMemoryOption = Annotated[
@@ -35,7 +39,9 @@ PerMachineOption = Annotated[
 FrameworkOption = Annotated[
     Text,
     typer.Option(
-        "--framework", metavar="SIZE", help="On the device before the model, as 0.6GiB: CUDA's context, NCCL."
+        "--framework",
+        metavar="SIZE",
+        help="On the device before the model, as 0.6GiB; 0: nothing. Default: see README.",
     ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="cuda or cpu: how ranks will talk.")]
@@ -79,8 +85,8 @@ def plan(
     accumulation: AccumulationOption = None,
     config: ConfigOption = None,
     trainable: TrainableOption = None,
-    precision: PrecisionOption = "bf16",
-    optimizer: OptimizerOption = "adamw",
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = None,
     no_master: MasterOption = False,
     frozen: FrozenOption = 0.0,
     task_samples: SamplesOption = None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from shardledger.cli.plan_options import Hardware, PlanOptions, framework_of, situation_of
+from shardledger.cli.plan_options import Hardware, PlanOptions, framework_of, optimizer_of, situation_of
 from shardledger.cli.plan_output import aligned, as_json, finish, print_json, sentences
 from shardledger.cli.plan_plot import check_plot, print_bars, write_plot
 from shardledger.cli.plan_question import ADAPTERS, DEFAULT_SEQ_LEN, Planned, Planner, Question
@@ -16,9 +17,13 @@ from shardledger.ledger.amounts import common_unit, gib, in_unit, parameters
 from shardledger.ledger.categories import CATEGORIES
 from shardledger.ledger.choose import cheapest, choice
 from shardledger.ledger.fit import Situation, fits
+from shardledger.ledger.plot import Moment, picture
 from shardledger.ledger.recommend import Recommendation, recommend
 from shardledger.ledger.row import Row
 from shardledger.ledger.traffic import step_time
+
+if TYPE_CHECKING:
+    from shardledger.config import Config
 
 
 def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner) -> None:
@@ -34,12 +39,13 @@ def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner) -> No
     planned = planner(question)
     situation = model_situation(question, planned, options, hardware)
     adapters = None
-    if situation.little_data and question.trainable == "all":
+    if situation.little_data and question.trainable == "all" and hardware.memory_budget is None:
         adapters = planner(replace(question, trainable=ADAPTERS))
     if hardware.memory_budget is not None:
-        rows, answer = list(planned.rows), within_budget(planned.rows, hardware.memory_budget)
+        rows, answer = within_budget(planned, hardware.memory_budget, situation)
     else:
         rows, answer = settle(question, planned, adapters, situation, planner)
+    timeline, where = timeline_of(planned, answer)
     if options.json:
         print_json(as_json(rows, answer, situation))
     else:
@@ -49,11 +55,12 @@ def plan_model(options: PlanOptions, hardware: Hardware, planner: Planner) -> No
         print()
         for note in planned.notes:
             print(f"note: {note}\n")
-        print_bars(_worth_drawing(rows, answer, question), situation.device_memory, planned.timeline)
+        print_bars(_worth_drawing(rows, answer, question), situation.device_memory, timeline, where=where)
         print()
         print(sentences(answer))
     if options.plot is not None:
-        write_plot(options.plot, rows, situation.device_memory, planned.timeline, heading(question, planned, situation))
+        drawn = picture(rows, situation.device_memory, timeline, heading(question, planned, situation), where)
+        write_plot(options.plot, drawn)
     base = Base(content=question.written, micro_batch=question.micro_batch, accumulation=question.accumulation)
     write_config(options.write, answer, base, quiet=options.json)
     if options.verify and answer.row is not None:
@@ -77,6 +84,8 @@ def question_of(options: PlanOptions) -> Question:
     fresh = fresh_base(options).content
     written = fresh if options.config is None else read_source(options.config)[0]
     config = load_config(options.config or fresh, world=options.world, world_source="--world")
+    if options.config is not None:
+        check_against(options, config)
     return Question(
         model=options.model or "",
         world=options.world,
@@ -86,9 +95,23 @@ def question_of(options: PlanOptions) -> Question:
         seq_len=options.seq_len or DEFAULT_SEQ_LEN,
         accumulation=options.accumulation or config.gradient_accumulation_steps,
         device=options.device.lower(),
-        framework_bytes=framework_of(options),
+        framework_bytes=0 if options.memory_budget is not None and options.framework is None else framework_of(options),
         trainable=options.trainable or "all",
     )
+
+
+def check_against(options: PlanOptions, config: Config) -> None:
+    """Refuse options that contradict the configuration. Raises ConfigError with both values of each."""
+    config.conflicts_with(precision=options.precision, source="--precision")
+    if options.optimizer is None or config.optimizer is None:
+        return
+    there, arguments = config.optimizer.resolved()
+    momentum = "-momentum" if there == "SGD" and arguments.get("momentum") else ""
+    if optimizer_of(options) != there.lower() + momentum:
+        raise ConfigError(
+            f"optimizer.type is {config.optimizer.type} in {options.config} but --optimizer says {options.optimizer}; "
+            f"change one of them"
+        )
 
 
 def model_situation(question: Question, planned: Planned, options: PlanOptions, hardware: Hardware) -> Situation:
@@ -127,14 +150,18 @@ def settle(
         (adapter_rows if answer.adapters else rows).extend(planner(smaller).rows)
 
 
-def within_budget(rows: Sequence[Row], budget: int) -> Recommendation:
-    """What ``"stage": "auto"`` chooses under this budget, as a recommendation."""
+def within_budget(planned: Planned, budget: int, situation: Situation) -> tuple[list[Row], Recommendation]:
+    """What ``"stage": "auto"`` chooses under this budget, as a recommendation; its row joins the others."""
+    rows = list(planned.rows)
+    host = None if situation.host_memory is None else situation.host_memory // situation.here
+    possible = [row for row in rows if "nvme" not in row.offload and (host is None or row.host_bytes <= host)]
     try:
-        row = cheapest(rows, budget)
+        row = cheapest(possible, budget) if planned.within is None else planned.within(budget, host)
     except DoesNotFitError as error:
-        missing = min(row.total for row in rows if row.offload == "none") - budget
-        return Recommendation(row=None, reasons=(str(error),), missing_bytes=missing)
-    return Recommendation(row=row, reasons=(choice(row, rows, budget),))
+        missing = min(row.total for row in possible) - budget
+        return rows, Recommendation(row=None, reasons=(str(error),), missing_bytes=missing)
+    mixed = bool(row.unit_stages or row.recomputed_units)
+    return [*rows, row] if mixed else rows, Recommendation(row=row, reasons=(choice(row, rows, budget),))
 
 
 def heading(question: Question, planned: Planned, situation: Situation) -> str:
@@ -158,8 +185,9 @@ def table(rows: Sequence[Row], situation: Situation) -> str:
     columns += ["peak in"]
     lines = []
     for row in rows:
-        line = [str(row.stage), row.offload, *([str(row.micro_batch)] if several else [])]
-        line += ["yes" if row.checkpointing else "no", *(in_unit(getattr(row, name), size) for name in CATEGORIES)]
+        some = "some" if row.recomputed_units else "yes"
+        line = [stage_of(row), row.offload, *([str(row.micro_batch)] if several else [])]
+        line += [some if row.checkpointing else "no", *(in_unit(getattr(row, name), size) for name in CATEGORIES)]
         line += [in_unit(row.total, size), "yes" if fits(row, situation) else "NO"]
         line += [in_unit(situation.device_memory - row.total, size), in_unit(row.sent_bytes_per_step, size)]
         line += [in_unit(row.host_bytes, size), in_unit(row.disk_bytes, size)]
@@ -178,6 +206,20 @@ def table(rows: Sequence[Row], situation: Situation) -> str:
             "computing covers the bytes sent."
         )
     return text
+
+
+def timeline_of(planned: Planned, answer: Recommendation) -> tuple[Sequence[Moment], str]:
+    """One step at the recommended stage, and a word on which; of the first row where nothing is recommended."""
+    row = answer.row
+    found = None if row is None else planned.timelines.get((row.stage, row.checkpointing))
+    if row is None or found is None:
+        return planned.timeline, ""
+    return found, f" at stage {row.stage}{', recomputed' if row.checkpointing else ''}"
+
+
+def stage_of(row: Row) -> str:
+    """``3``, or ``3/2`` where some units are at a lower stage."""
+    return "/".join([str(row.stage), *sorted({str(stage) for _, stage in row.unit_stages}, reverse=True)])
 
 
 def _worth_drawing(rows: Sequence[Row], answer: Recommendation, question: Question) -> list[Row]:

@@ -24,8 +24,10 @@ class PlanOptions:
     params: str | None = None
     model: str | None = None
     world: int = 1
-    precision: str = "bf16"
-    optimizer: str = "adamw"
+    precision: str | None = None
+    """None: the configuration's, or bf16 without one."""
+    optimizer: str | None = None
+    """None: the configuration's, or AdamW."""
     no_master: bool = False
     frozen: float = 0.0
     device_memory: str | None = None
@@ -86,9 +88,11 @@ def situation_of(options: PlanOptions, hardware: Hardware, device_memory: int, *
     )
 
 
-def framework_of(options: PlanOptions) -> int:
-    """Bytes on the device before the model. Raises ConfigError."""
-    return read("--framework", options.framework, byte_size) or 0
+def framework_of(options: PlanOptions) -> int | None:
+    """Bytes on the device before the model; None where the option was not given. Raises ConfigError."""
+    if options.framework is not None and options.framework.strip() == "0":
+        return 0
+    return read("--framework", options.framework, byte_size)
 
 
 def read(option: str, text: str | None, parse: Callable[[object], T]) -> T | None:
@@ -118,6 +122,25 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
     raise ConfigError(f"{option} {value!r} is not known here; {hint}")
 
 
+def _budget_above(budget: str, device: str) -> list[str]:
+    try:
+        if byte_size(budget) <= byte_size(device):
+            return []
+    except ValueError:  # told where the options are read
+        return []
+    return [f"--memory-budget {budget} is more than --device-memory {device}: the peak could not stay under both"]
+
+
+def precision_of(options: PlanOptions) -> str:
+    """``--precision``, or bf16. Raises ConfigError."""
+    return one_of("--precision", options.precision or "bf16", tuple(PRECISION_BYTES))
+
+
+def optimizer_of(options: PlanOptions) -> str:
+    """``--optimizer``, or AdamW. Raises ConfigError."""
+    return one_of("--optimizer", options.optimizer or "adamw", tuple(OPTIMIZER_BYTES))
+
+
 def check_options(options: PlanOptions) -> None:
     """Refuse what contradicts itself. Raises ConfigError with every problem."""
     problems = []
@@ -140,6 +163,14 @@ def check_options(options: PlanOptions) -> None:
         problems.append(f"--frozen {options.frozen:g} is not a share between 0 and 1 (0.99 freezes 99 %)")
     if options.model is not None and options.frozen:
         problems.append("--frozen goes with --params; with --model the model's own requires_grad decides")
+    if options.model is not None and options.no_master:
+        problems.append(
+            "--no-master goes with --params: what the engine keeps for --model has masters in 16-bit training"
+        )
+    if options.flops is not None and options.bandwidth is None and not options.measure:
+        problems.append("--flops needs --bandwidth, as in --bandwidth 50GB/s: a step computes and sends")
+    if options.device_memory is not None and options.memory_budget is not None:
+        problems += _budget_above(options.memory_budget, options.device_memory)
     if options.write is not None and options.device_memory is None and options.memory_budget is None:
         problems.append("--write needs --device-memory: without it there is nothing to recommend")
     for name in ("write", "plot"):
@@ -148,8 +179,8 @@ def check_options(options: PlanOptions) -> None:
             problems.append(f"--{name} {target}: there is no folder {Path(target).parent}")
     for check in (
         lambda: one_of("--device", options.device, ("cuda", "cpu")),
-        lambda: one_of("--precision", options.precision, tuple(PRECISION_BYTES)),
-        lambda: one_of("--optimizer", options.optimizer, tuple(OPTIMIZER_BYTES)),
+        lambda: precision_of(options),
+        lambda: optimizer_of(options),
     ):
         try:
             check()

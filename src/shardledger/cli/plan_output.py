@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from shardledger.cli.plan_write import by_unit
 from shardledger.errors import DoesNotFitError
 from shardledger.ledger.amounts import gib
 from shardledger.ledger.fit import Situation, fits
@@ -42,7 +43,10 @@ def row_json(row: Row, situation: Situation | None) -> dict[str, Any]:
 
 
 def answer_json(answer: Recommendation | None) -> dict[str, Any] | None:
-    """What is recommended; null without device memory, and with null choices when nothing fits."""
+    """What is recommended; null without device memory, and with null choices when nothing fits.
+
+    Where units are not all alike, ``unit_stages`` and ``recomputed_units`` name those that differ.
+    """
     if answer is None:
         return None
     row = answer.row
@@ -51,6 +55,7 @@ def answer_json(answer: Recommendation | None) -> dict[str, Any] | None:
         "offload": row.offload if row else None,
         "checkpointing": row.checkpointing if row else None,
         "micro_batch": row.micro_batch if row else None,
+        **(by_unit(row) if row else {}),
         "reason": answer.reason,
     }
 

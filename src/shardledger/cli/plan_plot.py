@@ -12,7 +12,7 @@ from rich.text import Text
 from shardledger.errors import ConfigError
 from shardledger.ledger.amounts import gib
 from shardledger.ledger.categories import CATEGORIES
-from shardledger.ledger.plot import COLORS, Label, Line, Moment, Picture, Rect, picture, scale_limit, short_label, svg
+from shardledger.ledger.plot import COLORS, Label, Line, Moment, Picture, Rect, scale_limit, short_label, svg
 from shardledger.ledger.row import Row
 
 _FORMATS = (".svg", ".png")
@@ -37,9 +37,8 @@ def check_plot(file: str) -> None:
             ) from None
 
 
-def write_plot(file: str, rows: Sequence[Row], device_memory: int, timeline: Sequence[Moment], title: str) -> None:
-    """Draw the plan into ``file``. Raises ConfigError when it cannot be written."""
-    drawn = picture(rows, device_memory, timeline, title)
+def write_plot(file: str, drawn: Picture) -> None:
+    """Write the picture into ``file``. Raises ConfigError when it cannot be written."""
     try:
         if Path(file).suffix.lower() == ".png":
             _write_png(drawn, file)
@@ -50,9 +49,17 @@ def write_plot(file: str, rows: Sequence[Row], device_memory: int, timeline: Seq
 
 
 def print_bars(
-    rows: Sequence[Row], device_memory: int, timeline: Sequence[Moment] = (), stream: IO[str] | None = None
+    rows: Sequence[Row],
+    device_memory: int,
+    timeline: Sequence[Moment] = (),
+    *,
+    where: str = "",
+    stream: IO[str] | None = None,
 ) -> None:
-    """Stacked bars with the device's memory as a line, and the memory of one step; letters stand for categories."""
+    """Stacked bars with the device's memory as a line, and the memory of one step; letters stand for categories.
+
+    ``where`` says which step, as `` at stage 3``.
+    """
     console = Console(file=stream, highlight=False)
     width = console.width if console.is_terminal else _NARROW
     label = max(len(short_label(row)) for row in rows)
@@ -72,11 +79,11 @@ def print_bars(
     console.print(names, soft_wrap=True)
     if timeline:
         console.print()
-        for text in timeline_lines(timeline, min(width - 2, _NARROW)):
+        for text in timeline_lines(timeline, min(width - 2, _NARROW), where):
             console.print(text, soft_wrap=True)
 
 
-def timeline_lines(timeline: Sequence[Moment], width: int) -> list[str]:
+def timeline_lines(timeline: Sequence[Moment], width: int, where: str = "") -> list[str]:
     """One step as a row of blocks, the peak marked below it."""
     columns = min(width, len(timeline))
     cells: list[Moment] = []
@@ -91,7 +98,7 @@ def timeline_lines(timeline: Sequence[Moment], width: int) -> list[str]:
     told = f"^ peak {gib(count)}, {phase} {unit}".rstrip()
     start = max(0, min(highest, width - len(told)))
     line = " " * start + told if start == highest else " " * highest + "^\n" + " " * start + told[2:]
-    return ["memory over one step (i init, f forward, b backward, s step)", blocks, phases, *line.split("\n")]
+    return [f"memory over one step{where} (i init, f forward, b backward, s step)", blocks, phases, *line.split("\n")]
 
 
 def _bar(row: Row, limit: int, chart: int, mark: int) -> Text:

@@ -29,8 +29,8 @@ class Question:
     accumulation: int
     device: str = "cuda"
     """``cuda`` or ``cpu``: how ranks talk."""
-    framework_bytes: int = 0
-    """What the process has on the device before the model."""
+    framework_bytes: int | None = 0
+    """What the process has on the device before the model; None: what it has as a rule."""
     trainable: str = "all"
     """``all``: the model as it comes; ``lora:r=16``: adapters."""
 
@@ -44,8 +44,13 @@ class Planned:
     trained: int
     timeline: Sequence[Moment] = field(default=())
     """One step of the first row that was run."""
+    timelines: Mapping[tuple[int, bool], Sequence[Moment]] = field(default_factory=dict)
+    """One step of each stage, without and with recomputation."""
     notes: Sequence[str] = field(default=())
     """What could not be planned, and why."""
+    within: Callable[[int, int | None], Row] | None = None
+    """The cheapest choice for every unit under a memory budget and the host memory of one rank (None: any), in bytes;
+    raises DoesNotFitError."""
 
 
 Planner = Callable[[Question], Planned]

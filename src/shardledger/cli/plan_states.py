@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardledger.cli.plan_options import Hardware, PlanOptions, framework_of, one_of, parameter_count, situation_of
+from shardledger.cli.plan_options import (
+    Hardware,
+    PlanOptions,
+    framework_of,
+    optimizer_of,
+    parameter_count,
+    precision_of,
+    situation_of,
+)
 from shardledger.cli.plan_output import aligned, answer_json, finish, print_json, row_json, sentences
 from shardledger.cli.plan_write import fresh_base, write_config
 from shardledger.ledger.account import (
-    OPTIMIZER_BYTES,
-    PRECISION_BYTES,
     StateAccount,
     States,
     gathered_bytes,
@@ -67,8 +73,8 @@ def states_of(options: PlanOptions) -> States:
     return States(
         parameters=parameter_count(options.params or ""),
         world=options.world,
-        precision=one_of("--precision", options.precision, tuple(PRECISION_BYTES)),
-        optimizer=one_of("--optimizer", options.optimizer, tuple(OPTIMIZER_BYTES)),
+        precision=precision_of(options),
+        optimizer=optimizer_of(options),
         master=not options.no_master,
         frozen=options.frozen,
         accumulation=options.accumulation or 1,
@@ -139,7 +145,7 @@ def _footnote(states: States) -> str:
 
 
 def _rows(states: States, options: PlanOptions) -> list[Row]:
-    gathered, framework = gathered_bytes(states), framework_of(options)
+    gathered, framework = gathered_bytes(states), framework_of(options) or 0
     rows = [engine_row(account, gathered, options.micro_batch or 1) for account in state_accounts(states)]
     return [replace(row, framework=framework, total=row.total + framework) for row in rows]
 

@@ -6,6 +6,7 @@ import sys
 
 from shardledger.cli.plan_options import PlanOptions
 from shardledger.cli.plan_question import Question
+from shardledger.cli.plan_write import by_unit
 from shardledger.errors import ConfigError
 from shardledger.ledger.amounts import gib
 from shardledger.ledger.categories import CATEGORIES
@@ -60,14 +61,16 @@ def print_verification(options: PlanOptions, question: Question, row: Row, *, qu
             micro_batch=row.micro_batch,
             seq_len=question.seq_len,
             trainable=question.trainable,
+            by_unit=by_unit(row),
         )
     )
     out = sys.stderr if quiet else sys.stdout
     worst = max(range(len(results)), key=lambda rank: abs(results[rank].error))
     found = results[worst]
+    without = "" if row.offload == "none" else f", without its offload {row.offload}"
     print(
         f"\nverified on {ranks} CPU rank{'s' if ranks > 1 else ''} of this machine (gloo, stage {row.stage}, micro-batch "
-        f"{row.micro_batch}), every live byte counted; rank {worst}, where the error is largest:\n"
+        f"{row.micro_batch}{without}), every live byte counted; rank {worst}, where the error is largest:\n"
         f"  {'':<14}{'predicted':>12}{'measured':>12}",
         file=out,
     )

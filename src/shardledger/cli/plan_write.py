@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardledger.cli.plan_options import PlanOptions
+from shardledger.cli.plan_options import PlanOptions, optimizer_of, precision_of
 from shardledger.errors import ConfigError
 from shardledger.ledger.recommend import Recommendation
+from shardledger.ledger.row import Row
 
 NVME_PATH = "offload"
 _OPTIMIZER_CLASSES = {
@@ -61,8 +62,6 @@ def write_config(file: str | None, answer: Recommendation | None, base: Base, *,
     if quiet:
         return
     print(f"wrote {file}")
-    if answer.row.offload != "none":
-        print("note: offload is not available in this version, which refuses the file; DeepSpeed reads it")
     if "nvme" in answer.row.offload:
         print(f'note: nvme_path is "{NVME_PATH}": name a folder on a local disk')
     if answer.adapters:
@@ -84,10 +83,20 @@ def recommended_config(answer: Recommendation, base: Base) -> dict[str, Any]:
             if f"{part}:{device}" in row.offload:
                 zero[key] = {"device": device, **({"nvme_path": NVME_PATH} if device == "nvme" else {})}
     content["zero_optimization"] = zero
-    own = {k: v for k, v in (base.content.get("shardledger") or {}).items() if k != "memory_budget"}
+    chosen = ("memory_budget", "unit_stages", "recomputed_units")
+    own = {k: v for k, v in (base.content.get("shardledger") or {}).items() if k not in chosen}
     if row.checkpointing or "activation_checkpointing" in own:
         own["activation_checkpointing"] = row.checkpointing
+    own.update(by_unit(row))
     return {**content, **({"shardledger": own} if own else {})}
+
+
+def by_unit(row: Row) -> dict[str, Any]:
+    """The keys of ``shardledger`` that tell units apart, where they are not all alike."""
+    return {
+        **({"unit_stages": dict(row.unit_stages)} if row.unit_stages else {}),
+        **({"recomputed_units": list(row.recomputed_units)} if row.recomputed_units else {}),
+    }
 
 
 def fresh_base(options: PlanOptions) -> Base:
@@ -97,11 +106,11 @@ def fresh_base(options: PlanOptions) -> Base:
 
 
 def _fresh(options: PlanOptions) -> dict[str, Any]:
-    optimizer = options.optimizer.lower()
+    optimizer = optimizer_of(options)
     arguments: dict[str, Any] = {"lr": 1e-4}
     if optimizer == "sgd-momentum":
         arguments["momentum"] = 0.9
-    precision = options.precision.lower()
+    precision = precision_of(options)
     return {
         "train_micro_batch_size_per_gpu": options.micro_batch or 1,
         "gradient_accumulation_steps": options.accumulation or 1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,12 @@ from shardledger.workload import BatchSampler
 class RunCheckpoints:
     """Saves an engine as ``OUT/checkpoints/step-000123``. All ranks call it; rank 0 writes to ``sinks``."""
 
-    def __init__(self, engine: Any, folder: RunFolder, sinks: SinkGroup) -> None:
+    def __init__(
+        self, engine: Any, folder: RunFolder, sinks: SinkGroup, counting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """``counting``: a context for every save."""
         self.engine = engine
+        self.counting = counting
         self.folder = folder.checkpoints
         self.sinks = sinks
         self.every: int | None = engine.config.shardledger.checkpoint.every
@@ -64,7 +70,8 @@ class RunCheckpoints:
         self._report()
 
     def _save(self, step: int) -> None:
-        self.engine.save_checkpoint(self.folder, tag=f"step-{step:06d}")
+        with self.counting():
+            self.engine.save_checkpoint(self.folder, tag=f"step-{step:06d}")
         self._saved = step
 
     def _report(self) -> None:

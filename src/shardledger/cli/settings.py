@@ -109,10 +109,12 @@ def with_budget(settings: RunSettings, memory_budget: str) -> RunSettings:
     from shardledger.config.quantities import byte_size
 
     read("--memory-budget", memory_budget, byte_size)
+    given = settings.config.get("shardledger", {})
+    own = {key: value for key, value in given.items() if key not in ("unit_stages", "recomputed_units")}
     config = {
         **settings.config,
         "zero_optimization": {**settings.config.get("zero_optimization", {}), "stage": "auto"},
-        "shardledger": {**settings.config.get("shardledger", {}), "memory_budget": memory_budget},
+        "shardledger": {**own, "memory_budget": memory_budget},
     }
     return replace(settings, config=_checked(config, settings.world, "--nproc"))
 

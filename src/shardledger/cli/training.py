@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import shardledger
 from shardledger.cli.decide import decided_config
+from shardledger.cli.live_count import LiveCount
 from shardledger.cli.loop import TrainingLoop
 from shardledger.cli.predicted import predict_ledgers
 from shardledger.cli.run_checkpoints import RunCheckpoints
@@ -53,7 +54,11 @@ def train(settings: RunSettings, folder: RunFolder, device: str, source: tuple[P
     model = load_model(settings.model, settings.seq_len)
     description = describe_model(model, settings.model, settings.seq_len)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine, *_ = shardledger.initialize(model=model, config=decided_config(settings, device), device=device)
+    config = decided_config(settings, device)
+    count = LiveCount(model, device)
+    with count.initializing():
+        engine, *_ = shardledger.initialize(model=model, config=config, device=device)
+    count.attach(engine)
     leads = engine.rank == 0
     if leads:
         folder.create(reuse=settings.options.resume is not None)
@@ -65,13 +70,13 @@ def train(settings: RunSettings, folder: RunFolder, device: str, source: tuple[P
         folder.forget_after(_step_of(source))
     sinks = [JsonLinesSink(folder.metrics), console_sink(settings.options.steps)] if leads else []
     with SinkGroup(sinks) as group, StopRequest() as stop:
-        checkpoints = RunCheckpoints(engine, folder, group)
+        checkpoints = RunCheckpoints(engine, folder, group, count.saving)
         begin = checkpoints.load(source, sampler) if source is not None else 0
-        loop = TrainingLoop(engine, text, sampler, group)
+        loop = TrainingLoop(engine, text, sampler, group, count)
         first, last = loop.run(
             settings.options.steps, settings.eval_every, begin=begin, checkpoints=checkpoints, stop=stop
         )
-    ledgers = gather_ledgers(engine)
+    ledgers = gather_ledgers(engine, count.highest, count.phases)
     stage, config = engine.zero_optimization_stage(), engine.config
     state = engine.state_dict()
     engine.destroy()
@@ -90,23 +95,33 @@ def train(settings: RunSettings, folder: RunFolder, device: str, source: tuple[P
     print(f"run folder: {folder.path}")
 
 
-def gather_ledgers(engine: Any) -> list[Ledger]:
-    """Every rank's ledger, on every rank. Collective."""
-    own = engine.ledger()
-    sides = ("predicted", "measured")
-    # The engine exchanges numbers, not dicts: a fixed order of categories, NaN for what is not known.
-    values = [own[side].get(category) for side in sides for category in CATEGORIES]
+def gather_ledgers(
+    engine: Any, counted: Mapping[str, int] | None = None, phases: Mapping[str, int] | None = None
+) -> list[Ledger]:
+    """Every rank's ledger, on every rank. Collective.
+
+    ``counted`` are the live bytes of this rank's highest moment, ``phases`` those of each phase; with them the measured
+    side is that moment, and what the system says of the process stands beside it.
+    """
+    own: dict[str, Mapping[str, int | None]] = dict(engine.ledger())
+    if counted is not None:
+        process = {"before_the_model": own["measured"]["framework"], "peak": own["measured"]["total"]}
+        own |= {"measured": counted, "process": process, "phases": phases or {}}
+    # The engine exchanges numbers, not dicts: the same keys in the same order on all ranks, NaN for what is not known.
+    keys = [(side, key) for side, values in own.items() for key in _keys(side, values)]
+    values = [own[side].get(key) for side, key in keys]
     gathered = engine.gather_scalars([math.nan if value is None else float(value) for value in values])
-    return [
-        {
-            side: {
-                category: None if math.isnan(value) else int(value)
-                for category, value in zip(CATEGORIES, row[index * len(CATEGORIES) :], strict=False)
-            }
-            for index, side in enumerate(sides)
-        }
-        for row in gathered
-    ]
+    ledgers: list[Ledger] = []
+    for row in gathered:
+        ledger: Ledger = {side: {} for side in own}
+        for (side, key), value in zip(keys, row, strict=True):
+            ledger[side][key] = None if math.isnan(value) else int(value)
+        ledgers.append(ledger)
+    return ledgers
+
+
+def _keys(side: str, values: Mapping[str, Any]) -> Sequence[str]:
+    return CATEGORIES if side in ("predicted", "measured") else list(values)
 
 
 def _step_of(source: tuple[Path, str | None] | None) -> int:

@@ -41,6 +41,8 @@ class Verification:
     seq_len: int
     trainable: str = "all"
     steps: int = STEPS
+    by_unit: dict[str, Any] | None = None
+    """Keys of ``shardledger`` that tell units apart."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,9 @@ def verify_rank(file: Path) -> None:
         device="cpu",
         rank=rank_of(os.environ) or 0,
     )
-    config = variant(base_config(question), wanted.world, wanted.stage, wanted.checkpointing, wanted.micro_batch)
+    config = variant(
+        base_config(question), wanted.world, wanted.stage, wanted.checkpointing, wanted.micro_batch, wanted.by_unit
+    )
     measured, engine = measure(question, config, wanted.steps)
     predicted = predict(question, config)
     sides = [_numbers(predicted), _numbers(measured)]

@@ -79,6 +79,22 @@ def _check_offload(config: Config, findings: Findings) -> None:
 def _check_budget(config: Config, findings: Findings) -> None:
     is_open = "zero_optimization.stage" in findings.auto
     budget = config.shardledger.memory_budget
+    own, stage = config.shardledger, config.zero_optimization.stage
+    if own.recomputed_units and not own.activation_checkpointing:
+        findings.problem(
+            "shardledger.recomputed_units names units, and shardledger.activation_checkpointing is false; set it to true, "
+            "or remove the list"
+        )
+    if is_open and (own.unit_stages or own.recomputed_units):
+        findings.problem(
+            'shardledger.unit_stages and recomputed_units are what the budget chooses when the stage is "auto"; remove them'
+        )
+    higher = sorted(path for path, chosen in (own.unit_stages or {}).items() if chosen > stage)
+    if higher and not is_open:
+        findings.problem(
+            f"shardledger.unit_stages: {higher[0]!r} has a higher stage than zero_optimization.stage = {stage}; write the "
+            f"highest one there, and lower ones here"
+        )
     if is_open and budget is None:
         findings.problem(
             f'{findings.written("zero_optimization.stage")} is "auto", and there is no budget to choose it by; add '

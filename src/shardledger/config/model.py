@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ from shardledger.config.sections import (
     Bf16Section,
     DataTypesSection,
     Fp16Section,
+    OffloadOptimizerSection,
+    OffloadParamSection,
     ShardledgerSection,
     TorchAutocastSection,
     ZeroSection,
@@ -127,11 +129,32 @@ class Config(BatchSizes, PrecisionChoice):
         return _STAGE in self._notes.auto
 
     def decided(
-        self, *, stage: int, activation_checkpointing: bool, why: str = "chosen by the memory budget"
+        self,
+        *,
+        stage: int,
+        activation_checkpointing: bool,
+        unit_stages: Mapping[str, int] | None = None,
+        recomputed_units: Sequence[str] = (),
+        offload: str = "none",
+        why: str = "chosen by the memory budget",
     ) -> Config:
-        """The configuration with the stage that was open, and whether activations are recomputed, filled in."""
-        zero = self.zero_optimization.model_copy(update={"stage": stage})
-        changes = {"activation_checkpointing": activation_checkpointing, "memory_budget": None}
+        """The configuration with the stage that was open, and whether activations are recomputed, filled in.
+
+        ``unit_stages`` and ``recomputed_units`` are as the keys of those names; empty: all units alike. ``offload`` is
+        ``"none"`` (what the file says stays), ``"optimizer:cpu"`` or ``"optimizer:cpu+param:cpu"``.
+        """
+        moved: dict[str, Any] = {"stage": stage}
+        if "optimizer:cpu" in offload:
+            moved["offload_optimizer"] = OffloadOptimizerSection(device="cpu")
+        if "param:cpu" in offload:
+            moved["offload_param"] = OffloadParamSection(device="cpu")
+        zero = self.zero_optimization.model_copy(update=moved)
+        changes = {
+            "activation_checkpointing": activation_checkpointing,
+            "unit_stages": dict(unit_stages) if unit_stages else None,
+            "recomputed_units": tuple(recomputed_units) or None,
+            "memory_budget": None,
+        }
         own = self.shardledger.model_copy(update=changes)
         switch = str(activation_checkpointing).lower()
         line = f"zero_optimization.stage = {stage}, shardledger.activation_checkpointing = {switch} ({why})"

@@ -63,6 +63,8 @@ def bandwidth(value: object) -> float:
     scale = _byte_scale(unit)
     if scale is None:
         raise ValueError(f"{value!r} is not a bandwidth; write 50GB/s or 50e9 (bytes per second)")
+    if not unit and amount < _SMALLEST_BARE:
+        raise ValueError(f"{value!r} without a unit is {amount:g} bytes per second; did you mean {amount:g}GB/s?")
     return amount * scale
 
 
@@ -72,6 +74,10 @@ def flop_rate(value: object) -> float:
     amount, unit = _split(text, "a speed", "400TFLOP/s or 4e14")
     if unit and unit not in _POWERS:
         raise ValueError(f"{value!r} is not a speed; write 400TFLOP/s or 4e14 (operations per second)")
+    if not unit and amount < _SMALLEST_BARE:
+        raise ValueError(
+            f"{value!r} without a unit is {amount:g} operations per second; did you mean {amount:g}TFLOP/s?"
+        )
     return float(amount * 1000 ** (_POWERS[unit] if unit else 0))
 
 

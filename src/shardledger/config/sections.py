@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from shardledger.config.section import Section
-from shardledger.config.values import ByteSize, Count, DtypeName, Flag, Number, Positive, Whole
+from shardledger.config.values import ByteSize, Count, DtypeName, Flag, Number, Positive, Stage, Whole
 
 _PLAN: dict[str, Any] = {"auto": "plan"}
 _PLAN_STAGE_3: dict[str, Any] = {"auto": "plan", "from_stage": 3}
@@ -265,6 +265,16 @@ class ShardledgerSection(Section):
     )
     activation_checkpointing: Flag = Field(
         False, description="keep only the inputs of each unit and recompute the rest in backward"
+    )
+    recomputed_units: tuple[str, ...] | None = Field(
+        None,
+        description="with activation_checkpointing: paths of the units that are recomputed; not given: all but the root",
+        json_schema_extra=_PLAN,
+    )
+    unit_stages: dict[str, Stage] | None = Field(
+        None,
+        description="units that shard less than zero_optimization.stage says, and their stage: by path, or (root)",
+        json_schema_extra=_PLAN,
     )
     cast_inputs: Flag = Field(
         True, description="cast fp32 tensors given to the model to the dtype of bf16 or fp16 training"

@@ -73,6 +73,7 @@ def _never_if_infinite(value: object) -> object:
 Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[Whole, Field(ge=0)]
 Positive = Annotated[Whole, Field(ge=1)]
+Stage = Annotated[Whole, Field(ge=0, le=3)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Flag = bool

@@ -59,5 +59,11 @@ def _homes(flat: FlatLayout, offload: Offload, *, moves: bool, one_memory: bool)
     if not flat.param_sharded:
         return FlatHomes(master=home if narrow or not one_memory else None, states=home, moved=True)
     rests = offload.params
-    together = rests is home or (rests is Home.HOST and home is Home.DISK) or (one_memory and rests is not Home.DISK)
-    return FlatHomes(shard=rests, master=home if narrow or not together else None, states=home, moved=True)
+    if narrow:
+        # In host memory the masters are cast while they are gathered. On disk a narrow copy is read in half the time.
+        together = rests is Home.HOST and home is Home.HOST
+    else:
+        together = (
+            rests is home or (rests is Home.HOST and home is Home.DISK) or (one_memory and rests is not Home.DISK)
+        )
+    return FlatHomes(shard=rests, master=None if together else home, states=home, moved=True)

@@ -26,6 +26,10 @@ MASTER, SHARD = "master", "shard"
 TILES_AT_ONCE = 3
 """Tiles in host memory at once: one is stepped, one is read ahead, one is written behind. More would gain nothing."""
 
+LINK_BUFFERS = 4
+_LARGEST_CHUNK = 16 << 20
+"""Bytes: enough for the full speed of any link."""
+
 SHARDS_AT_ONCE = 2
 """Flats whose shards are in host memory at once: one is copied to the device, the next is read."""
 
@@ -125,6 +129,15 @@ class FlatSizes:
 
 
 @dataclass(frozen=True)
+class Whereabouts:
+    """What was asked of the tiers, and what they are."""
+
+    offload: Offload
+    one_memory: bool
+    """Whether the device computes in host memory."""
+
+
+@dataclass(frozen=True)
 class TilePlan:
     """All tiles of one rank, with their places in its two files."""
 
@@ -139,17 +152,30 @@ class TilePlan:
     shard_buffers: int
     """Buffers for shards of parameters on their way from the disk."""
     shard_buffer_bytes: int
+    link_buffers: int
+    """Buffers between the device and host memory; none where those are one."""
+    link_buffer_bytes: int
 
     @property
     def staging_bytes(self) -> int:
         """Host memory of all buffers."""
-        return self.tile_buffers * self.tile_buffer_bytes + self.shard_buffers * self.shard_buffer_bytes
+        return (
+            self.tile_buffers * self.tile_buffer_bytes
+            + self.shard_buffers * self.shard_buffer_bytes
+            + self.link_buffers * self.link_buffer_bytes
+        )
 
 
 def plan_tiles(
-    layout: Layout, homes: Sequence[FlatHomes], sizes: Sequence[FlatSizes], rank: int, offload: Offload
+    layout: Layout, homes: Sequence[FlatHomes], sizes: Sequence[FlatSizes], rank: int, where: Whereabouts
 ) -> TilePlan:
     """Cut everything that leaves the device, and give what rests on disk its place. ``homes``, ``sizes``: of each flat."""
+    offload = where.offload
+    beyond = sum(
+        tile.interval.numel * (size.master + sum(size.states.values()))
+        for flat, home, size in zip(layout.flats, homes, sizes, strict=True)
+        for tile in (tiles_of(flat, rank, None) if home.moved or home.shard is not Home.DEVICE else ())
+    )
     ends = {True: 0, False: 0}
     found = []
     for flat, home, size in zip(layout.flats, homes, sizes, strict=True):
@@ -178,7 +204,17 @@ def plan_tiles(
         tile_buffer_bytes=max(stepped, default=0),
         shard_buffers=min(len(shards), offload.param_buffers, SHARDS_AT_ONCE),
         shard_buffer_bytes=max(shards, default=0),
+        link_buffers=0 if where.one_memory or not beyond else LINK_BUFFERS,
+        link_buffer_bytes=_chunk(beyond),
     )
+
+
+def _chunk(beyond: int) -> int:
+    """Bytes of a buffer of the link: all of them together take at most 1/32 of what rests ``beyond`` it."""
+    chunk = SECTOR
+    while chunk < _LARGEST_CHUNK and 2 * chunk * LINK_BUFFERS * 32 <= beyond:
+        chunk *= 2
+    return chunk
 
 
 def _on_disk(homes: FlatHomes, sizes: FlatSizes) -> list[tuple[str, int, bool]]:

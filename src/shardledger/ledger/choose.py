@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from shardledger.errors import DoesNotFitError
 from shardledger.ledger.amounts import gib
+from shardledger.ledger.fit import OFFLOAD_ORDER
 from shardledger.ledger.recommend import describe
 from shardledger.ledger.remedies import listing, remedies, table
 from shardledger.ledger.row import Row
@@ -15,16 +16,16 @@ def cheapest(rows: Iterable[Row], budget: int) -> Row:
     """Fewest bytes sent, then least recomputation, then the lowest stage, among rows whose peak is within ``budget``.
 
     Args:
-        rows: planned for one micro-batch; those with offload are passed over, since the engine cannot run them yet.
+        rows: planned for one micro-batch. Offload comes last, host memory alone: a disk needs a folder to be named.
         budget: bytes of one rank's device.
 
     Raises:
         DoesNotFitError: the leanest row exceeds the budget; with its bytes and what would help.
     """
-    runnable = [row for row in rows if row.offload == "none"]
+    runnable = [row for row in rows if "nvme" not in row.offload]
     fitting = [row for row in runnable if row.total <= budget]
     if fitting:
-        return min(fitting, key=_cost)
+        return min(fitting, key=cost)
     leanest = min(runnable, key=lambda row: row.total)
     found = remedies(leanest, runnable, budget)
     raise DoesNotFitError(
@@ -39,14 +40,15 @@ def choice(row: Row, rows: Iterable[Row], budget: int) -> str:
         f"memory budget {gib(budget)}: {describe(row)}, predicted peak {gib(row.total)} in {row.peak_phase}, "
         f"{gib(row.sent_bytes_per_step)} sent per rank and step"
     )
-    cheaper = [
-        other for other in rows if other.offload == "none" and other.total > budget and _cost(other) < _cost(row)
-    ]
+    cheaper = [o for o in rows if "nvme" not in o.offload and o.total > budget and cost(o) < cost(row)]
     if cheaper:
         nearest = min(cheaper, key=lambda other: other.total)
         sentence += f"; the next cheaper, {describe(nearest)}, would need {gib(nearest.total)}"
     return sentence
 
 
-def _cost(row: Row) -> tuple[int, bool, int]:
-    return row.sent_bytes_per_step, row.checkpointing, row.stage
+def cost(row: Row) -> tuple[int, int, float, int]:
+    """What is least wanted first: offload, bytes sent, units recomputed, the stage."""
+    recomputed = float(len(row.recomputed_units) or "inf") if row.checkpointing else 0.0
+    offload = 0 if row.offload == "none" else 1 + OFFLOAD_ORDER.index(row.offload)
+    return offload, row.sent_bytes_per_step, recomputed, row.stage

@@ -12,6 +12,7 @@ from shardledger.ledger.predict import OptimizerBytes, state_bytes
 from shardledger.ledger.row import Row
 from shardledger.ledger.traffic import Wire, sent_bytes
 from shardledger.plan.plan import Plan
+from shardledger.plan.roles import STAGE_ROLES
 from shardledger.plan.spec import DTYPE_BYTES
 
 _STATES = ("params", "grads", "master", "optimizer")
@@ -31,6 +32,8 @@ def at_least(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int) -
             largest, label = transient, plan.units[unit].label
     return Row(
         stage=plan.stage,
+        unit_stages=(),
+        recomputed_units=(),
         offload="none",
         checkpointing=any(unit.recompute for unit in plan.units),
         micro_batch=plan.step.micro_batch,
@@ -89,18 +92,15 @@ def _transient(plan: Plan, flat: FlatLayout) -> int:
 
 
 def _sent(plan: Plan, layout: Layout) -> int:
-    wire = DTYPE_BYTES[plan.precision.wire]
-    weight = DTYPE_BYTES[plan.precision.compute]
-    trained = sum(flat.padded_numel for flat in layout.flats if flat.trainable)
-    frozen = sum(flat.padded_numel for flat in layout.flats if not flat.trainable)
-    return sent_bytes(
-        plan.stage,
-        plan.world,
-        Wire(
-            trained=trained,
-            frozen=frozen,
-            weight_bytes=weight,
-            gradient_bytes=wire,
+    total = 0
+    for stage, roles in STAGE_ROLES.items():
+        flats = [flat for flat in layout.flats if plan.units[flat.unit].sharded == roles]
+        wire = Wire(
+            trained=sum(flat.padded_numel for flat in flats if flat.trainable),
+            frozen=sum(flat.padded_numel for flat in flats if not flat.trainable),
+            weight_bytes=DTYPE_BYTES[plan.precision.compute],
+            gradient_bytes=DTYPE_BYTES[plan.precision.wire],
             accumulation=plan.step.accumulation,
-        ),
-    )
+        )
+        total += sent_bytes(stage, plan.world, wire)
+    return total

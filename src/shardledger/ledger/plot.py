@@ -80,8 +80,10 @@ class Picture:
     shapes: list[Rect | Line | Label] = field(default_factory=list)
 
 
-def picture(rows: Sequence[Row], device_memory: int, timeline: Sequence[Moment] = (), title: str = "") -> Picture:
-    """Bars of ``rows`` from top to bottom, then one step's ``timeline`` with its peak marked."""
+def picture(
+    rows: Sequence[Row], device_memory: int, timeline: Sequence[Moment] = (), title: str = "", where: str = ""
+) -> Picture:
+    """Bars of ``rows`` from top to bottom, then one step's ``timeline`` with its peak marked (``where``: which step's)."""
     drawn = Picture()
     y = 28
     if title:
@@ -90,7 +92,7 @@ def picture(rows: Sequence[Row], device_memory: int, timeline: Sequence[Moment] 
     y = _legend(drawn, y)
     y = _bars(drawn, rows, device_memory, y)
     if timeline:
-        y = _timeline(drawn, timeline, device_memory, y + 40)
+        y = _timeline(drawn, timeline, device_memory, y + 40, where)
     drawn.height = y + 20
     return drawn
 
@@ -155,8 +157,8 @@ def _bars(drawn: Picture, rows: Sequence[Row], device_memory: int, y: int) -> in
     return y + 20
 
 
-def _timeline(drawn: Picture, timeline: Sequence[Moment], device_memory: int, y: int) -> int:
-    drawn.shapes.append(Label(16, y, "one step: most bytes in each unit", bold=True))
+def _timeline(drawn: Picture, timeline: Sequence[Moment], device_memory: int, y: int, where: str) -> int:
+    drawn.shapes.append(Label(16, y, f"one step{where}: most bytes in each unit", bold=True))
     y += 16
     bottom = y + _TIMELINE_HEIGHT
     peak = max(range(len(timeline)), key=lambda index: timeline[index][2])

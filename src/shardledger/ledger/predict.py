@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardledger.layout.build import Layout
 from shardledger.layout.flat import FlatLayout
 from shardledger.layout.homes import flat_homes
-from shardledger.layout.tiles import FlatSizes, TilePlan, plan_tiles, tiles_of
+from shardledger.layout.tiles import FlatSizes, TilePlan, Whereabouts, plan_tiles, tiles_of
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Home
 from shardledger.plan.spec import DTYPE_BYTES
@@ -77,9 +77,10 @@ def tiers(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int, *, o
         kept = flat.shard_numel if flat.param_sharded else flat.padded_numel
         master = 4 if flat.dtype in _HALF else weight
         masters = flat.shard_numel if flat.optim_sharded else flat.padded_numel
-        apart = home.master or (Home.DEVICE if flat.trainable and master != weight else None)
+        rests = home.shard if flat.param_sharded else Home.DEVICE
+        apart = home.master or (rests if flat.trainable and master != weight else None)
         if not (flat.trainable and flat.param_sharded and apart is not None and home.master is None):
-            by_home[home.shard if flat.param_sharded else Home.DEVICE]["params"] += kept * weight
+            by_home[rests]["params"] += kept * weight
         if not flat.trainable:
             continue
         if apart is not None:
@@ -102,7 +103,7 @@ def tiers(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int, *, o
         by_home[Home.DEVICE],
         by_home[Home.HOST],
         by_home[Home.DISK],
-        plan_tiles(layout, homes, sizes, rank, plan.offload),
+        plan_tiles(layout, homes, sizes, rank, Whereabouts(plan.offload, one_memory)),
     )
 
 

@@ -194,9 +194,18 @@ def describe(row: Row) -> str:
     parts = [f"stage {row.stage}"]
     if row.offload != "none":
         parts.append(f"offload {row.offload}")
+    for stage in sorted({stage for _, stage in row.unit_stages}):
+        lowered = [label for label, own in row.unit_stages if own == stage]
+        parts.append(f"{units(lowered)} at stage {stage}")
     if row.checkpointing:
-        parts.append("activations recomputed")
+        parts.append(f"activations{f' of {units(row.recomputed_units)}' if row.recomputed_units else ''} recomputed")
     return ", ".join([*parts, f"micro-batch {row.micro_batch}"])
+
+
+def units(labels: Sequence[str]) -> str:
+    """``3 units ((root), blocks.5, blocks.4)`` for people; long lists are cut."""
+    shown = ", ".join(labels[:3]) + (", ..." if len(labels) > 3 else "")
+    return f"{len(labels)} unit{'s' if len(labels) != 1 else ''} ({shown})"
 
 
 def _peak(row: Row, situation: Situation) -> str:

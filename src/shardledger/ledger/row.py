@@ -34,8 +34,12 @@ class Row:
     disk_bytes: int
     """Bytes of one rank on disk."""
     peak_phase: str
-    """``"init"``, ``"forward"``, ``"backward"`` or ``"step"``: where in a step the peak is."""
+    """``"init"``, ``"forward"``, ``"backward"``, ``"step"`` or ``"checkpoint"``: where the peak is."""
     peak_unit: str
     """The unit that was at work then; empty where there is none."""
     sent_bytes_per_step: int
     """Bytes that one rank sends in one optimizer step."""
+    unit_stages: tuple[tuple[str, int], ...] = ()
+    """Units that shard less than ``stage`` says, by label, and their stage; empty: all alike."""
+    recomputed_units: tuple[str, ...] = ()
+    """Where only some units are recomputed: their labels."""

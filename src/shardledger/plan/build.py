@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+
 from shardledger.config import Config
 from shardledger.errors import PlanError
 from shardledger.plan.offload import build_offload
 from shardledger.plan.plan import Communication, LossScale, Plan, Precision, Reporting, StepRule, UnitPlan
 from shardledger.plan.roles import STAGE_ROLES, Role
 from shardledger.plan.spec import REAL_FLOATS, ModelSpec
-from shardledger.plan.units import find_units, leaf_paths
+from shardledger.plan.units import ROOT, find_units, leaf_paths
 
 ALIGNMENT = 8
 """Elements: 16 bytes of bf16, the width NCCL copies at full speed."""
@@ -35,15 +39,7 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
     zero = config.zero_optimization
     sharded = STAGE_ROLES[zero.stage]
     leaves = leaf_paths(model, zero.leaf_module)
-    units = tuple(
-        UnitPlan(
-            path=path,
-            parameters=names,
-            sharded=sharded,
-            recompute=bool(path) and config.shardledger.activation_checkpointing,
-        )
-        for path, names in find_units(model, config.shardledger.units, leaves)
-    )
+    units = _units(config, find_units(model, config.shardledger.units, leaves))
     precision = _precision(config, sharded)
     # Found at every stage, so that one configuration lays parameters out alike, and computes the same bits, at all.
     persistent = _persistent(config, model)
@@ -70,6 +66,41 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
         offload=build_offload(config, model),
         reasons=_reasons(config, model, units, persistent),
     )
+
+
+def _units(config: Config, found: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[UnitPlan, ...]:
+    """Units with what each shards and whether it is recomputed: all alike, unless the configuration names some.
+
+    Raises:
+        PlanError: ``shardledger.unit_stages`` or ``recomputed_units`` names a unit that the model does not have.
+    """
+    own = config.shardledger
+    alike = UnitPlan(path=ROOT, parameters=(), sharded=STAGE_ROLES[config.zero_optimization.stage])
+    plans = [replace(alike, path=path, parameters=names) for path, names in found]
+    blocks = [unit.label for unit in plans if unit.path != ROOT]
+    lowered = own.unit_stages or {}
+    recomputed = (own.recomputed_units or blocks) if own.activation_checkpointing else ()
+    _check_labels("unit_stages", lowered, [unit.label for unit in plans])
+    _check_labels("recomputed_units", recomputed, blocks)
+    return tuple(
+        replace(
+            unit,
+            sharded=STAGE_ROLES[lowered[unit.label]] if unit.label in lowered else unit.sharded,
+            recompute=unit.label in recomputed,
+        )
+        for unit in plans
+    )
+
+
+def _check_labels(key: str, named: Iterable[str], known: Sequence[str]) -> None:
+    for label in named:
+        if label not in known:
+            near = get_close_matches(label, known, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise PlanError(
+                f"shardledger.{key} names the unit {label!r}, which this model does not have.{hint} Its units: "
+                f"{', '.join(known[:8])}{', ...' if len(known) > 8 else ''}."
+            )
 
 
 def _precision(config: Config, sharded: frozenset[Role]) -> Precision:

@@ -109,6 +109,4 @@ class Account:
 
 def staging_bytes(parts: Parts) -> int:
     """Host memory that states pass through on their way between tiers."""
-    if parts.offload is None:
-        return 0
-    return parts.offload.tile_plan.staging_bytes + (parts.offload.link.staging_bytes if parts.offload.link else 0)
+    return 0 if parts.offload is None else parts.offload.tile_plan.staging_bytes

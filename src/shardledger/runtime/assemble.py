@@ -18,7 +18,7 @@ from shardledger.runtime.executor import Executor
 from shardledger.runtime.gradients import FlatGradients, GradientMode, GradientRule
 from shardledger.runtime.hooks import Hooks
 from shardledger.runtime.offload import Offload
-from shardledger.runtime.out_of_memory import Advise
+from shardledger.runtime.out_of_memory import Advise, Shortage, tell_shortage
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.placement import Site, place
 from shardledger.runtime.progress import Progress
@@ -63,6 +63,8 @@ class Parts:
     """Modules whose forward was wrapped for recomputation."""
     advise: Advise | None = None
     """What would help when memory runs out; None: nobody knows."""
+    explain: Callable[[BaseException, str], Shortage] | None = None
+    """The ledger of the moment, for an error and the phase it came in. Set by the engine."""
     offload: Offload | None = None
     """States that rest away from the device; None: there are none."""
     put_away: Any = None
@@ -97,6 +99,12 @@ class Parts:
     def enter(self, phase: str) -> None:
         """Note where training stands, for the messages of the transport."""
         self.transport.where = f"step {self.progress.global_steps + 1}, {phase}"
+
+    def tell_shortage(self, error: BaseException, otherwise: str = "forward") -> None:
+        """Tell the ledger if ``error``, which the engine's own calls did not see, says that memory ran out."""
+        explain, phase = self.explain, "backward" if self.schedule.in_backward else otherwise
+        if explain is not None:
+            tell_shortage(error, lambda error: explain(error, phase))
 
     def backward_begins(self) -> None:
         """Note the phase, and refuse an unscaled loss in fp16.
@@ -163,6 +171,7 @@ def assemble(site: Site) -> Parts:
         on_backward_begin=lambda: parts[0].backward_begins(),
         on_backward_end=lambda: parts[0].backward_ended(),
         on_broken_pass=lambda: parts[0].abort(),
+        on_failure=lambda error: parts[0].tell_shortage(error),
     )
     parts.append(
         Parts(
@@ -202,7 +211,7 @@ def take_apart(parts: Parts) -> None:
     """Detach from the model and drop the engine's tensors. Parameters that are whole keep their values."""
     parts.hooks.remove()
     parts.leaves.clear()
-    parts.stepper = None
+    parts.stepper = parts.explain = None
     for module in parts.undo:
         module.__dict__.pop("forward", None)
     for unit in parts.units:

@@ -70,7 +70,8 @@ class Engine(OffloadCalls):
         self._account = Account(plan, layout, meter, probe_optimizer(optimizer))
         self._checks = FullChecks(parts.units, parts.transport) if plan.step.full_checks else None
         self._progress = parts.progress
-        parts.stepper = stepper
+        parts.stepper, account = stepper, self._account
+        parts.explain = lambda error, phase: account.shortage(error, phase, parts, optimizer)
         self._progress.traffic_at_start = parts.transport.counters.snapshot()
         self._progress.traffic_at_step = parts.transport.counters.snapshot()
         optimizer.register_step_pre_hook(self._guard_optimizer)
@@ -488,8 +489,7 @@ class Engine(OffloadCalls):
     @contextmanager
     def _at(self, phase: str, parts: Parts) -> Iterator[None]:
         """Time a phase, and tell the ledger when memory runs out in it."""
-        tell = telling_shortage(lambda error: self._account.shortage(error, phase, parts, self.optimizer))
-        with self._clock.time(phase), tell:
+        with self._clock.time(phase), telling_shortage(lambda error: parts.explain(error, phase)):
             yield
 
     def _guard_optimizer(self, *_: Any) -> None:

@@ -29,6 +29,7 @@ class Hooks:
         on_backward_begin: Callable[[], None],
         on_backward_end: Callable[[], None],
         on_broken_pass: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
     ) -> None:
         self._units = units
         self._schedule = schedule
@@ -36,6 +37,7 @@ class Hooks:
         self._on_backward_begin = on_backward_begin
         self._on_backward_end = on_backward_end
         self._on_broken_pass = on_broken_pass
+        self._on_failure = on_failure
         self._complete = [0] * len(units)
         """Flats of each unit whose gradients are complete in the current backward pass."""
         self._handles: list[Any] = []
@@ -119,8 +121,13 @@ class Hooks:
         Variable._execution_engine.queue_callback(self._on_backward_end)  # type: ignore[attr-defined]
 
     def _perform(self, actions: list[Action]) -> None:
-        if actions:
+        if not actions:
+            return
+        try:
             self._executor.perform(actions)
+        except (MemoryError, RuntimeError) as error:  # under a bare loss.backward() nobody else of the engine's sees it
+            self._on_failure(error)
+            raise
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

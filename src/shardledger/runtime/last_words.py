@@ -19,6 +19,9 @@ def listen_for_the_end() -> None:
     before = sys.excepthook
 
     def tell_and_go_on(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # A bare loss.backward() that ran out of memory, say: of several engines the one that it left in the middle.
+        for parts in sorted(live(), key=lambda parts: not parts.schedule.in_backward):
+            parts.tell_shortage(error, "between passes")
         before(kind, error, trace)
         tell_of(error)
 

@@ -16,6 +16,7 @@ from shardledger.runtime.engine import Engine
 from shardledger.runtime.hooks import tensors_in
 from shardledger.runtime.unit import Unit
 from shardledger.telemetry.live import LiveBytes, Peaks
+from shardledger.transport import Transport
 from shardledger.transport.metered import MeteredTransport
 
 
@@ -26,11 +27,13 @@ class Observer:
         self.meter = meter
         self._handles: list[Any] = []
         self._engine: Engine | None = None
+        self._unmetered: Transport | None = None
 
     def attach(self, engine: Engine) -> None:
         """Follow ``engine`` from now on."""
         self._engine = engine
         parts = engine._live()
+        self._unmetered = parts.transport
         transport = MeteredTransport(parts.transport, self.meter)
         parts.transport = parts.executor._transport = engine._stepper._transport = transport
         for unit in parts.units:
@@ -43,12 +46,18 @@ class Observer:
             self._handles.append(unit.module.register_forward_pre_hook(partial(self._enter, unit), prepend=True))
             self._handles.append(unit.module.register_forward_hook(partial(self._leave, unit), prepend=True))
         self.meter.assign("params", (b for b in engine.module.buffers()))
+        if parts.offload is not None and parts.executor.shards is not None:
+            self.meter.assign("communication", [*parts.offload.buffers(), *parts.executor.shards.buffers()])
         self.meter.reattribute = partial(_pending, parts.units)
         self.note_states()
         self.meter.born()
 
     def detach(self) -> None:
-        """Take the hooks away; the transport stays wrapped."""
+        """Take the hooks away, and unwrap the transport."""
+        if self._engine is not None and self._unmetered is not None:
+            parts = self._engine._live()
+            parts.transport = parts.executor._transport = self._engine._stepper._transport = self._unmetered
+            self._unmetered = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -14,7 +14,7 @@ import torch
 from shardledger.layout.build import Layout
 from shardledger.layout.flat import FlatLayout
 from shardledger.layout.homes import flat_homes
-from shardledger.layout.tiles import MASTER, SHARD, FlatSizes, plan_tiles
+from shardledger.layout.tiles import LINK_BUFFERS, MASTER, SHARD, FlatSizes, Whereabouts, plan_tiles
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Home
 from shardledger.runtime.describe import dtype_of
@@ -24,6 +24,7 @@ from shardledger.runtime.tile import LiveTile, TileFiles, state_dtype
 from shardledger.transport import Transport
 from shardledger.transport.disk import AlignedBuffer, DiskFile, TierTraffic
 from shardledger.transport.disk_folder import claim_folder, remove_folder
+from shardledger.transport.heap import return_freed_memory
 from shardledger.transport.link import HostLink
 
 
@@ -62,11 +63,22 @@ class Offload:
         """Tiles of each flat that has some, by the flat's ``id``."""
         self._dtypes = dtypes
         sizes = [flat_sizes(flat, dtypes) for flat in layout.flats]
-        self.tile_plan = plan_tiles(layout, self.homes, sizes, transport.rank, plan.offload)
+        self.tile_plan = plan_tiles(layout, self.homes, sizes, transport.rank, Whereabouts(plan.offload, one_memory))
         self._folders: list[Path] = []
         weakref.finalize(self, _remove_all, self._folders)  # also when the program ends without destroy
         self.files = self._claim(transport)
-        self.link = None if one_memory else HostLink(device, pinned=self.plan.pinned, traffic=self.tiers.host)
+        self.link: HostLink | None = None
+        """The way between device and host memory; None where those are one."""
+        if one_memory and Home.DISK in (self.plan.optimizer, self.plan.params):
+            return_freed_memory()
+        if not one_memory:
+            self.link = HostLink(
+                device,
+                pinned=self.plan.pinned,
+                traffic=self.tiers.host,
+                chunk_bytes=self.tile_plan.link_buffer_bytes,
+                buffers=LINK_BUFFERS,
+            )
         self._free = [AlignedBuffer(self.tile_plan.tile_buffer_bytes) for _ in range(self.tile_plan.tile_buffers)]
         self._writing: deque[LiveTile] = deque()
         self._open: dict[int, int] = {}
@@ -172,6 +184,11 @@ class Offload:
         self.link.to_host(gradient, copy, add=False).wait()
         return copy
 
+    def buffers(self) -> list[torch.Tensor]:
+        """Host memory that tiles pass through; between steps."""
+        self._collect()
+        return [buffer.tensor for buffer in self._free]
+
     def _buffer(self) -> AlignedBuffer:
         if not self._free:
             self._collect(until=self._writing[0])
@@ -251,12 +268,14 @@ class Offload:
             assert tile.disk is not None
             if tile.buffer is None:
                 tile.buffer = AlignedBuffer(tile.disk.nbytes)
+            changed = False
             for name, source in ((SHARD, flat.shard), (MASTER, flat.master)):
                 if keep and tile.has(name) and source is not None:
+                    changed = True
                     tile.component(name).copy_(source[tile.tile.interval.start : tile.tile.interval.stop])
             if optimizer is not None:
                 tile.detach(optimizer, keep=keep)
-            if keep:
+            if keep and (changed or tile.written):
                 tile.start_write()
             tile.leave()
         if any(tile.has(MASTER) for tile in tiles):

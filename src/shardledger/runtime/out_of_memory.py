@@ -9,11 +9,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from shardledger.ledger import CATEGORIES
+from shardledger.ledger import CATEGORIES, STATE_CATEGORIES
 from shardledger.ledger.amounts import gib
 from shardledger.ledger.remedies import Remedy, listing
 from shardledger.ledger.row import Row
@@ -32,11 +32,11 @@ class Shortage:
 
     rank: int
     step: int
-    """Optimizer step that was being made, from 1."""
+    """Optimizer step that was being made, from 1; 0 in initialize."""
     phase: str
-    """``forward``, ``backward`` or ``step``."""
+    """``initialize``, ``forward``, ``backward``, ``step``, or ``between passes``: in code of the user's own."""
     unit: str
-    """Label of the unit at work."""
+    """Label of the unit at work; empty in initialize."""
     asked_bytes: int | None
     """What the allocation that failed wanted; None where the error does not say."""
     live: Mapping[str, int]
@@ -46,8 +46,13 @@ class Shortage:
 
     def __str__(self) -> str:
         asked = "" if self.asked_bytes is None else f"; {gib(self.asked_bytes)} more were asked for"
+        where = (
+            f"in {self.phase}"
+            + (f", unit {self.unit}" if self.unit else "")
+            + (f", step {self.step}" if self.step else "")
+        )
         lines = [
-            f"shardledger: rank {self.rank} ran out of memory in {self.phase}, unit {self.unit}, step {self.step}{asked}.",
+            f"shardledger: rank {self.rank} ran out of memory {where}{asked}.",
             f"  {'':<14}{'predicted':>12}{'live':>12}",
         ]
         for category in (*CATEGORIES, "total"):
@@ -63,10 +68,56 @@ def telling_shortage(explain: Callable[[BaseException], Shortage]) -> Iterator[N
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error) and not hasattr(error, "shortage"):
-            with suppress(Exception):  # telling must not hide the error it tells about
-                _tell(error, explain(error))
+        tell_shortage(error, explain)
         raise
+
+
+def tell_shortage(error: BaseException, explain: Callable[[BaseException], Shortage]) -> None:
+    """Print and attach the ledger if ``error`` says that memory ran out and that has not been told yet."""
+    if is_out_of_memory(error) and not hasattr(error, "shortage"):
+        with suppress(Exception):  # telling must not hide the error it tells about
+            _tell(error, explain(error))
+
+
+def tell_at_birth(
+    error: BaseException,
+    *,
+    rank: int,
+    needed: Row,
+    live: Mapping[str, int],
+    advise: Callable[[Row, int], Sequence[Remedy]],
+) -> None:
+    """As ``tell_shortage``, while the engine is made.
+
+    Args:
+        error: what initialize ends with.
+        rank: this process's.
+        needed: states and the largest unit.
+        live: bytes by category; what has been placed of the model counts as params.
+        advise: as ``Advise``.
+    """
+
+    def explain(error: BaseException) -> Shortage:
+        held, wanted = sum(live.values()), asked_bytes(error)
+        framework = live.get("framework", 0)
+        asked = replace(needed, framework=framework, total=max(needed.total + framework, held + (wanted or 0)))
+        return Shortage(
+            rank=rank,
+            step=0,
+            phase="initialize",
+            unit="",
+            asked_bytes=wanted,
+            live={**dict.fromkeys(CATEGORIES, 0), **live, "total": held},
+            predicted={
+                **{name: getattr(needed, name) for name in STATE_CATEGORIES},
+                "communication": needed.communication,
+                "framework": framework,
+                "total": needed.total + framework,
+            },
+            remedies=tuple(advise(asked, held)),
+        )
+
+    tell_shortage(error, explain)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

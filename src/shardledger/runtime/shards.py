@@ -57,6 +57,11 @@ class Shards:
             self._free.append(buffer)
         self._reading.clear()
 
+    def buffers(self) -> list[torch.Tensor]:
+        """Host memory that shards pass through; between steps."""
+        self.forget()
+        return [buffer.tensor for buffer in self._free]
+
     def _copy(self, values: torch.Tensor, target: torch.Tensor) -> None:
         if self._offload.link is None:
             target.copy_(values)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardledger.ledger import CATEGORIES
 
-PHASES = ("init", "forward", "backward", "step")
+PHASES = ("init", "forward", "backward", "step", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Reading:
     total: int
     by_category: dict[str, int]
     phase: str
-    """``"init"``, ``"forward"``, ``"backward"`` or ``"step"``."""
+    """``"init"``, ``"forward"``, ``"backward"``, ``"step"`` or ``"checkpoint"``."""
     unit: str
     """Label of the unit at work; empty where there is none."""
 

@@ -12,13 +12,27 @@ from pathlib import Path
 import psutil
 import torch
 
+CUDA_BYTES = 768 * 2**20
+"""What a process has on a GPU before its model, in round numbers and in no allocator's count: the context with PyTorch's
+kernels (400 to 600 MiB) and NCCL's buffers (200 MiB and more, by channels and peers). A judgement, not a measurement."""
+
+
+def before_the_model(device: str) -> tuple[int, str]:
+    """Bytes of a rank's process on its device before the model, and how they are known."""
+    if device == "cpu":
+        return psutil.Process().memory_info().rss, "measured in this process: Python and PyTorch"
+    return CUDA_BYTES, "assumed for CUDA's context and NCCL"
+
 
 class MemoryMeter:
-    """Reads peak and current bytes of this rank; the baseline is taken when the meter is made."""
+    """Reads peak and current bytes of this rank; the baseline is taken when the meter is made.
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    ``model_bytes`` are those of a model that is on the device already, and are no part of the baseline.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, model_bytes: int = 0) -> None:
         self.device = torch.device(device)
-        self.baseline_bytes = self.current_bytes()
+        self.baseline_bytes = max(0, self.current_bytes() - model_bytes)
         self._highest_bytes = self.baseline_bytes
 
     def current_bytes(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 
@@ -55,6 +55,8 @@ class StepRecord(Record):
     offload: Mapping[str, str]  # {"optimizer": home, "param": home}, "none" without offload
     skipped: bool
     loss_scale: float
+    offload_wait_s: Mapping[str, float] = field(default_factory=lambda: {"host": 0.0, "disk": 0.0})
+    """Seconds of the step spent waiting for each tier that states rest on, means over ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,17 @@ def print_ledger(ranks: Sequence[RankLedger], stage: int, stream: IO[str] | None
     if not console.is_terminal:
         console = Console(file=stream, highlight=False, width=20 + 24 * RANKS_SHOWN)
     console.print(ledger_table(ranks, stage))
+    for line in process_lines(ranks[:1]):
+        console.print(line)
+
+
+def process_lines(ranks: Sequence[Mapping[str, Mapping[str, int | None]]]) -> list[str]:
+    """What the system says of each process, where the ledger counts live bytes of tensors."""
+    return [
+        f"process: {mebibytes(process['before_the_model'])} MiB resident before the model, {mebibytes(process['peak'])} MiB "
+        f"at most; the ledger counts live bytes of tensors"
+        for process in (rank["process"] for rank in ranks if "process" in rank)
+    ]
 
 
 def mebibytes(count: int | None) -> str:

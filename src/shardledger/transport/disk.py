@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -103,6 +104,7 @@ class DiskFile:
         self._traffic = traffic
         self._file = self._open()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardledger-disk")
+        self._end = weakref.finalize(self, _shut, self._file, path, self._pool)  # also without close
 
     def read(self, offset: int, buffer: AlignedBuffer, start: int, nbytes: int) -> Transfer:
         """Start reading ``nbytes`` at ``offset`` to ``buffer[start:]``."""
@@ -116,12 +118,7 @@ class DiskFile:
 
     def close(self) -> None:
         """Wait for what is under way, close and remove the file."""
-        if self._file < 0:
-            return
-        self._pool.shutdown(wait=True)
-        os.close(self._file)
-        self._file = -1
-        self.path.unlink(missing_ok=True)
+        self._end()
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -161,6 +158,12 @@ class DiskFile:
             done += moved
         with self._traffic.lock:
             self._traffic.busy_s += time.perf_counter() - begin
+
+
+def _shut(file: int, path: Path, pool: ThreadPoolExecutor) -> None:
+    pool.shutdown(wait=True)
+    os.close(file)
+    path.unlink(missing_ok=True)
 
 
 def free_bytes(folder: Path) -> int:

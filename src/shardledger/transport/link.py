@@ -17,11 +17,6 @@ import torch
 
 from shardledger.transport.disk import TierTraffic
 
-CHUNK_BYTES = 16 << 20
-"""A power of two, so that nothing is lost to rounding."""
-
-_BUFFERS = 4
-
 
 class Copy:
     """A copy under way. ``wait`` finishes it; source and target belong to it until then."""
@@ -45,16 +40,21 @@ class Copy:
 class HostLink:
     """The way between one device and host memory. All methods are for one thread."""
 
-    def __init__(self, device: torch.device, *, pinned: bool, traffic: TierTraffic) -> None:
+    def __init__(
+        self, device: torch.device, *, pinned: bool, traffic: TierTraffic, chunk_bytes: int, buffers: int
+    ) -> None:
+        """``chunk_bytes``: of one of ``buffers``; a power of two, so that nothing is lost to rounding."""
         self.traffic = traffic
+        self.staging_bytes = buffers * chunk_bytes
+        """Host memory of the buffers that bytes pass through."""
+        self._chunk_bytes = chunk_bytes
+        self._buffers = buffers
         self._cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardledger-link")
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
-        self.staging_bytes = _BUFFERS * CHUNK_BYTES
-        """Host memory of the buffers that bytes pass through."""
-        for _ in range(_BUFFERS):
-            self._free.put(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned and self._cuda))
+        for _ in range(buffers):
+            self._free.put(torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=pinned and self._cuda))
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor, *, add: bool) -> Copy:
         """Start copying a 1-D device tensor to, or adding it to, a host tensor of the same size."""
@@ -77,7 +77,7 @@ class HostLink:
     def _fetch(self, source: torch.Tensor, target: torch.Tensor, add: bool, ready: Any) -> None:
         begin = time.perf_counter()
         with torch.no_grad(), self._on_stream(ready):
-            for part in _chunks(source):
+            for part in self._chunks(source):
                 staging, whole = self._staged(source[part])
                 staging.copy_(source[part], non_blocking=True)
                 if self._stream is not None:
@@ -90,8 +90,8 @@ class HostLink:
         begin = time.perf_counter()
         with torch.no_grad(), self._on_stream(ready):
             under_way: list[tuple[Any, torch.Tensor]] = []
-            for part in _chunks(target):
-                if len(under_way) == _BUFFERS - 1:
+            for part in self._chunks(target):
+                if len(under_way) == self._buffers - 1:
                     self._land(*under_way.pop(0))
                 staging, whole = self._staged(target[part])
                 staging.copy_(source[part])
@@ -120,8 +120,7 @@ class HostLink:
         with self.traffic.lock:
             self.traffic.busy_s += time.perf_counter() - begin
 
-
-def _chunks(tensor: torch.Tensor) -> Iterator[slice]:
-    step = CHUNK_BYTES // tensor.element_size()
-    for first in range(0, tensor.numel(), step):
-        yield slice(first, min(first + step, tensor.numel()))
+    def _chunks(self, tensor: torch.Tensor) -> Iterator[slice]:
+        step = self._chunk_bytes // tensor.element_size()
+        for first in range(0, tensor.numel(), step):
+            yield slice(first, min(first + step, tensor.numel()))
