@@ -287,7 +287,7 @@ class ShardledgerSection(Section):
     )
     timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
     transport: Literal["auto", "shared_memory", "gloo"] = Field(
-        "auto",
+        "gloo",
         description="how CPU ranks exchange payloads; auto: out of each other's memory where all are on one machine",
     )
     reproducible: Flag = Field(

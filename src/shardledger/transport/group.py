@@ -68,7 +68,7 @@ def find_place() -> Place:
 
 
 def join(
-    place: Place, device: torch.device, timeout_s: float, *, may_create: bool = True, wire: str = "auto"
+    place: Place, device: torch.device, timeout_s: float, *, may_create: bool = True, wire: str = "gloo"
 ) -> tuple[Transport, bool]:
     """Connect to the other ranks. Returns the transport and whether this call made the process group.
 
