@@ -5,13 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/shardledger demo $(ARGS)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(ARGS)
+
+# Speed, memory and traffic beside the peers; ARGS=--quick for under five minutes.
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -25,6 +25,7 @@ from shardledger.ledger.offload import Offloaded, choices, offloaded, with_offlo
 from shardledger.ledger.recommend import Recommendation, recommend
 from shardledger.ledger.row import Row
 from shardledger.ledger.saves import SaveBytes, save_bytes
+from shardledger.ledger.tier_traffic import tier_bytes
 from shardledger.plan.build import build_plan
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Role
@@ -201,6 +202,7 @@ def row_of(question: Question, found: Rehearsed, choice: str) -> Row:
     moved = offloaded(plan, found.layout, found.run.optimizer_bytes, question.rank, one_memory=cpu)
     held, phase, unit = highest({**found.run.peaks, "checkpoint": found.while_saving(question)}, moved)
     held["framework"] += question.framework_bytes
+    crossing = tier_bytes(plan, found.layout, found.run.optimizer_bytes, question.rank, one_memory=cpu)
     return Row(
         stage=found.plan.stage,
         offload=choice,
@@ -213,6 +215,9 @@ def row_of(question: Question, found: Rehearsed, choice: str) -> Row:
         peak_phase=phase,
         peak_unit=unit,
         sent_bytes_per_step=found.run.sent_bytes_per_step,
+        link_bytes_per_step=crossing.link,
+        disk_bytes_per_step=crossing.disk_read + crossing.disk_written,
+        disk_bytes_in_step=crossing.disk_in_step,
         unit_stages=tuple((found.config.shardledger.unit_stages or {}).items()),
         recomputed_units=found.config.shardledger.recomputed_units or (),
     )

@@ -1,4 +1,4 @@
-"""A checkpoint loads on any number of ranks, at any stage and in any precision, with every number what it was."""
+"""B44, B45: a checkpoint loads on any number of ranks, at any stage and in any precision, with every number what it was."""
 
 from __future__ import annotations
 

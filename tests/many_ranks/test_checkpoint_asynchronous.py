@@ -21,11 +21,11 @@ class SlowFiles(Files):
         self.go = threading.Event()
         self.fails = fails
 
-    def write_tensors(self, path, tensors):
+    def write_parts(self, path, tensors):
         assert self.go.wait(20)
         if self.fails:
             raise OSError(28, "No space left on device", str(path))
-        super().write_tensors(path, tensors)
+        super().write_parts(path, tensors)
 
 
 def start():
@@ -114,9 +114,16 @@ def own_positions(folder, save):
         engine = start()
         engine.training_dataloader = loader = OwnPosition(10 + rank if save else 0)
         if save:
+            step(engine)
             engine.save_checkpoint(folder)
         else:
-            engine.load_checkpoint(folder)
+            before = engine.state_dict(all_ranks=True)
+            try:
+                engine.load_checkpoint(folder)
+            except Exception:
+                now = engine.state_dict(all_ranks=True)
+                assert all(torch.equal(now[name], before[name]) for name in now), "a refused load changed weights"
+                raise
         engine.destroy()
     return loader.at
 

@@ -1,4 +1,4 @@
-"""A run that was saved and loaded in a new engine goes on bit by bit as if nothing had happened."""
+"""B42: a run that was saved and loaded in a new engine goes on bit by bit as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -73,9 +73,9 @@ def records(desk, out, event="step"):
     return [record for line in lines if line.endswith("\n") and (record := json.loads(line))["event"] == event]
 
 
-def wait_for_step(desk, out, step, process, limit=60.0):
+def wait_for_step(desk, out, step, process, limit=60.0, event="step"):
     deadline = time.monotonic() + limit
-    while not any(record["step"] >= step for record in records(desk, out)):
+    while not any(record["step"] >= step for record in records(desk, out, event)):
         assert process.poll() is None and time.monotonic() < deadline, (desk / f"{out}.log").read_text()[-2000:]
         time.sleep(0.02)
 
@@ -111,7 +111,7 @@ def test_sigterm_finishes_the_step_and_saves_and_the_run_goes_on_with_another_nu
     assert rates == [record["lr"] for record in records(desk, "whole")]
 
 
-def test_a_lost_node_leads_to_a_resumed_run_on_fewer_ranks_without_a_hand(desk, uninterrupted):
+def test_a_killed_rank_and_then_a_lost_node_lead_to_a_resumed_run_without_a_hand(desk, uninterrupted):
     port = free_port()
 
     def node(hosts):
@@ -119,11 +119,14 @@ def test_a_lost_node_leads_to_a_resumed_run_on_fewer_ranks_without_a_hand(desk, 
         torchrun = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
         torchrun += ["--rdzv-backend", "c10d", "--rdzv-id", "x", "--rdzv-endpoint", f"127.0.0.1:{port}"]
         torchrun += ["--local-addr", "127.0.0.1", "--rdzv-conf", rendezvous, "-m", "shardledger"]
-        return command(desk, "elastic", "--resume", "auto", launcher=torchrun, nap="0.1")
+        return command(desk, "elastic", "--resume", "auto", launcher=torchrun, nap="0.15")
 
     first, second = node(1), node(0)
     try:
         wait_for_step(desk, "elastic", 5, first)
+        psutil.Process(second.pid).children()[0].kill()  # one rank: torchrun starts all ranks again
+        wait_for_step(desk, "elastic", 1, first, event="checkpoint_load")
+        wait_for_step(desk, "elastic", 7, first)
         for process in (*psutil.Process(second.pid).children(recursive=True), psutil.Process(second.pid)):
             process.kill()
         assert first.wait(90) == 0, (desk / "elastic.log").read_text()[-3000:]
@@ -135,4 +138,5 @@ def test_a_lost_node_leads_to_a_resumed_run_on_fewer_ranks_without_a_hand(desk, 
             node_.wait()
     ranks = [len(record["memory_peak_bytes"]) for record in records(desk, "elastic")]
     assert ranks[0] == 2 and ranks[-1] == 1
+    assert len(records(desk, "elastic", "checkpoint_load")) == 2
     assert losses(desk, "elastic") == pytest.approx(uninterrupted, abs=1e-5)

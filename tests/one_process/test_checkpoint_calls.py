@@ -18,7 +18,7 @@ import shardledger as sl
 from shardledger.checkpoint.files import Files
 from shardledger.checkpoint.folder import read_manifest
 from shardledger.errors import CheckpointError, EngineStateError
-from support.models import build, data
+from support.models import TwoHeads, build, data, numbers
 from support.training import config
 
 
@@ -82,6 +82,14 @@ def test_nothing_to_load_is_none_and_a_warning_and_changes_nothing(tmp_path):
     assert same(before, weights(engine))
 
 
+def test_an_empty_pointer_is_said_to_be_empty(tmp_path):
+    engine = start()
+    engine.save_checkpoint(tmp_path, "good")
+    (tmp_path / "latest").write_text("")
+    with pytest.raises(CheckpointError, match=r"latest is empty.*good"):
+        engine.load_checkpoint(tmp_path)
+
+
 def test_a_tag_that_is_not_there_names_those_that_are(tmp_path):
     engine = start()
     engine.save_checkpoint(tmp_path, "good")
@@ -124,18 +132,44 @@ def test_loading_twice_is_loading_once(tmp_path):
         assert same(expected, weights(engine))
 
 
-def test_inside_an_accumulation_window_a_save_is_refused_and_a_load_drops_the_window(tmp_path):
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("ends", ["with a micro-batch of the other head", "at once"])
+def test_a_window_goes_on_with_the_gradients_that_were_there_at_the_save(tmp_path, stage, ends):
+    batch = numbers(12, 6)
+
+    def end(engine):
+        if ends == "at once":
+            engine.flush()
+        else:
+            engine.backward(engine(*batch, 1))
+            engine.step()
+        return weights(engine)
+
+    engine = start(TwoHeads(), stage, gradient_accumulation_steps=2)
+    engine.backward(engine(*batch, 0))
+    with pytest.raises(EngineStateError, match=r"between engine\.backward\(loss\) and engine\.step\(\)"):
+        engine.save_checkpoint(tmp_path)
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    expected = end(engine)
+    fresh = start(TwoHeads(), stage, gradient_accumulation_steps=2)
+    fresh.load_checkpoint(tmp_path)
+    assert fresh.is_gradient_accumulation_boundary() and fresh.global_steps == 0
+    assert same(expected, end(fresh))
+    assert fresh.global_steps == 1 and not fresh.is_gradient_accumulation_boundary()
+
+
+def test_a_load_drops_the_window_it_interrupts(tmp_path):
     engine = start(gradient_accumulation_steps=2)
     engine.save_checkpoint(tmp_path)
+    for _ in range(2):
+        step(engine)
+    expected = weights(engine)
     step(engine)
-    with pytest.raises(EngineStateError, match=r"inside an accumulation window \(1 of 2.*engine\.flush\(\)"):
-        engine.save_checkpoint(tmp_path)
     engine.load_checkpoint(tmp_path)
-    engine.backward(engine(*data("regressor", 12)))
-    with pytest.raises(EngineStateError, match="gradients present"):
-        engine.save_checkpoint(tmp_path)
-    engine.zero_grad()
-    assert engine.save_checkpoint(tmp_path)
+    for _ in range(2):
+        step(engine)
+    assert same(expected, weights(engine))
 
 
 def test_inside_gathered_parameters_both_are_refused(tmp_path):
@@ -310,11 +344,11 @@ class SlowFiles(Files):
         self.go = threading.Event()
         self.error: OSError | None = None
 
-    def write_tensors(self, path, tensors):
+    def write_parts(self, path, tensors):
         assert self.go.wait(20)
         if self.error is not None:
             raise self.error
-        super().write_tensors(path, tensors)
+        super().write_parts(path, tensors)
 
 
 def test_an_asynchronous_save_holds_the_moment_of_its_call_and_does_not_block_training(tmp_path):
@@ -350,6 +384,50 @@ def test_an_error_of_an_asynchronous_save_comes_up_at_a_later_step_and_training_
     engine.save_checkpoint(tmp_path, "next")
     engine.destroy()
     assert sorted(os.listdir(tmp_path)) == ["latest", "next"], "destroy publishes what is under way"
+
+
+def test_two_engines_save_into_one_folder_at_once_but_not_as_one_tag(tmp_path):
+    one, other = (start(shardledger={"checkpoint": {"async": True}}) for _ in range(2))
+    one.checkpoints.files = disk = SlowFiles()
+    one.save_checkpoint(tmp_path, "one")
+    other.save_checkpoint(tmp_path, "other")
+    other.checkpoints.wait()
+    with pytest.raises(CheckpointError, match="is being saved by another run or engine at this moment"):
+        other.save_checkpoint(tmp_path, "one")
+    disk.go.set()
+    one.checkpoints.wait()
+    other.save_checkpoint(tmp_path, "one")
+    other.checkpoints.wait()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "one", "other"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_lock_ends_with_its_process_although_a_child_of_it_lives_on(tmp_path):
+    reader, writer = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        Files().lock(tmp_path)
+        if os.fork():
+            os.write(writer, b"x")
+        time.sleep(5)  # both, unless killed
+        os._exit(0)
+    os.read(reader, 1)
+    assert Files().in_use(tmp_path)
+    os.kill(holder, 9)
+    os.waitpid(holder, 0)
+    assert not Files().in_use(tmp_path)
+
+
+def test_an_asynchronous_save_copies_to_the_same_memory_every_time(tmp_path):
+    engine = start(shardledger={"checkpoint": {"async": True}})
+    step(engine)
+    seen = []
+    for tag in "ab":
+        engine.save_checkpoint(tmp_path, tag)
+        step(engine)
+        engine.checkpoints.wait()
+        seen.append({place: tensor.data_ptr() for place, tensor in engine.checkpoints._staging._kept.items()})
+    assert seen[0] == seen[1] and seen[0]
 
 
 def test_retention_keeps_the_last_ones_and_every_so_manieth_and_what_users_named(tmp_path):

@@ -50,8 +50,8 @@ class FaultyFiles(Files):
     def write(self, path, content):
         self._at("write", path, lambda: super(FaultyFiles, self).write(path, content))
 
-    def write_tensors(self, path, tensors):
-        self._at("tensors", path, lambda: super(FaultyFiles, self).write_tensors(path, tensors))
+    def write_parts(self, path, tensors):
+        self._at("tensors", path, lambda: super(FaultyFiles, self).write_parts(path, tensors))
 
     def settle(self, path):
         return self._at("settle", path, lambda: super(FaultyFiles, self).settle(path))

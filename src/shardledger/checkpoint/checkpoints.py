@@ -17,6 +17,7 @@ from shardledger.checkpoint.loading import Load, LoadReport
 from shardledger.checkpoint.meeting import Meeting
 from shardledger.checkpoint.port import TrainingState
 from shardledger.checkpoint.saving import Save, SaveOptions, SaveReport
+from shardledger.checkpoint.staging import Staging
 from shardledger.transport import Transport
 
 
@@ -44,6 +45,7 @@ class Checkpoints:
         self._state: TrainingState | None = state
         self._transport = transport
         self._settings = settings
+        self._staging = Staging() if settings.asynchronous else None
         self._pending: Save | None = None
         _ALIVE.add(self)
 
@@ -70,15 +72,15 @@ class Checkpoints:
             client_state=client_state or {},
             latest=latest,
             exclude_frozen=exclude_frozen,
-            asynchronous=settings.asynchronous,
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
             version=settings.version,
         )
         meeting = Meeting(self._transport, state.device, "save_checkpoint")
-        save = Save(state, meeting, self.files, Place(Path(str(save_dir)), check_tag(tag)), options)
+        place = Place(Path(str(save_dir)), check_tag(tag))
+        save = Save(state, meeting, self.files, place, options, self._staging)
         save.start()
-        if settings.asynchronous:
+        if self._staging is not None:
             self._pending = save
         else:
             self._note(save)
@@ -100,21 +102,20 @@ class Checkpoints:
         return result
 
     def after_step(self) -> None:
-        """Publish an asynchronous save that all ranks have written, or raise its error; never waits for the disk."""
-        if self._pending is None:
+        """Go on with an asynchronous save as far as all ranks are, or raise its error; never waits for the disk."""
+        save = self._pending
+        if save is None:
             return
         state = self._live()
         meeting = Meeting(self._transport, state.device, "save_checkpoint (asynchronous)")
-        rows = meeting.numbers([float(self._pending.done), float(self._pending.failed)], "progress")
+        rows = meeting.numbers([float(save.done), float(save.failed)], "progress")
         if all(row[0] for row in rows) or any(row[1] for row in rows):
-            self.wait()
+            self._advance(save)
 
     def wait(self) -> None:
         """Wait for an asynchronous save and publish it. Raises CheckpointError on all ranks when it failed on any."""
-        save, self._pending = self._pending, None
-        if save is not None:
-            save.finish()
-            self._note(save)
+        while self._pending is not None:
+            self._advance(self._pending)
 
     def close(self, *, abandon: bool = False) -> None:
         """The engine ends: publish what is under way and let go of it.
@@ -127,7 +128,7 @@ class Checkpoints:
             elif self._pending is not None:
                 self._pending.join()
         finally:
-            self._state = None
+            self._state = self._staging = None
             _ALIVE.discard(self)
 
     def take_reports(self) -> list[SaveReport]:
@@ -139,6 +140,14 @@ class Checkpoints:
     def pending(self) -> bool:
         """Whether an asynchronous save has not been published yet."""
         return self._pending is not None
+
+    def _advance(self, save: Save) -> None:
+        self._pending = None  # an error ends it
+        save.advance()
+        if save.published:
+            self._note(save)
+        else:
+            self._pending = save
 
     def _note(self, save: Save) -> None:
         assert save.report is not None

@@ -32,7 +32,7 @@ from shardledger.checkpoint.manifest import (
     tensor_file_name,
 )
 from shardledger.checkpoint.pickled import is_json, pack
-from shardledger.checkpoint.tools.stream import Promise, write_safetensors
+from shardledger.checkpoint.stream import Promise, write_safetensors
 from shardledger.errors import CheckpointError
 
 FILE_BYTES = 1 << 28
@@ -112,8 +112,8 @@ def _tensor_files(source: DeepSpeedCheckpoint, draft: Path) -> Iterator[FileReco
 def _write(draft: Path, number: int, items: list[tuple[Entry, Promise]]) -> FileRecord:
     name = tensor_file_name(0, number)
     (draft / name).parent.mkdir(parents=True, exist_ok=True)
-    size, digest = write_safetensors(draft / name, [promise for _, promise in items], hashed=True)
-    return FileRecord(name=name, bytes=size, sha256=digest, entries=tuple(entry for entry, _ in items))
+    size, check = write_safetensors(draft / name, [promise for _, promise in items])
+    return FileRecord(name=name, bytes=size, crc32=check, entries=tuple(entry for entry, _ in items))
 
 
 def _tensors(source: DeepSpeedCheckpoint) -> Iterator[tuple[Entry, Promise]]:
@@ -166,8 +166,8 @@ def _shared(source: DeepSpeedCheckpoint, draft: Path, files: Files, notes: list[
     shared = {"client_state": client} if is_json(schedule) else {"client_state": client, "scheduler": schedule}
     files.write(draft / SHARED_NAME, pack(shared, "the client state"))
     files.settle(draft / SHARED_NAME)
-    size, digest = files.digest(draft / SHARED_NAME)
-    return FileRecord(name=SHARED_NAME, bytes=size, sha256=digest)
+    size, check = files.check(draft / SHARED_NAME)
+    return FileRecord(name=SHARED_NAME, bytes=size, crc32=check)
 
 
 def _manifest(

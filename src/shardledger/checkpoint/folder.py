@@ -66,15 +66,29 @@ def check_tag(tag: object) -> str:
     return text
 
 
-def prepare(files: Files, place: Place) -> None:
-    """Make room for a save: remove what crashes have left, make the draft's folder."""
+def prepare(files: Files, place: Place) -> int:
+    """Make room for a save: remove what crashes have left, make the draft's folder; returns its lock.
+
+    Raises:
+        CheckpointError: another run, or another engine, saves this very checkpoint now.
+    """
     files.make_folder(place.parent)
-    for path, tag, kind in leftovers(place.parent):
+    found = leftovers(place.parent)
+    alive = {tag for path, tag, kind in found if kind == "saving" and files.in_use(path)}
+    if place.tag in alive:
+        raise CheckpointError(
+            f"{place.final} is being saved by another run or engine at this moment ({place.draft} is in use). Give each "
+            f"run a folder of its own, and each engine a tag."
+        )
+    for path, tag, kind in found:
+        if tag in alive:
+            continue
         if kind == "replaced" and not is_complete(place.parent / tag):
             files.rename(path, place.parent / tag)  # the crash came between the two renames of ``publish``
         else:
             files.remove(path)
     files.make_folder(place.draft)
+    return files.lock(place.draft)
 
 
 def publish(files: Files, place: Place, manifest: Manifest, *, latest: bool) -> None:
@@ -140,7 +154,10 @@ def find(parent: Path, tag: str | None) -> Path | None:
         if not pointer.is_file():
             _warn_of_nothing(parent)
             return None
-        tag, source = pointer.read_text(encoding="utf-8").strip(), str(pointer)
+        tag, source = pointer.read_text(encoding="utf-8", errors="replace").strip(), str(pointer)
+        if not tag:
+            have = ", ".join(complete_tags(parent)) or "none"
+            raise CheckpointError(f"{pointer} is empty, so it names no checkpoint. Complete ones in {parent}: {have}.")
     place = Place(parent, check_tag(tag))
     for path in (place.final, place.replaced):
         if is_complete(path):

@@ -81,7 +81,7 @@ class Load:
         with CheckpointReader(path, manifest, fit.names) as reader:
             meeting.together("reading", lambda: self._read(reader, manifest, fit))
             state.share_weights()
-        meeting.together("the rest", lambda: self._rest(path, manifest, fit, values))
+            meeting.together("the rest", lambda: self._rest(path, reader, fit, values))
         seconds = time.perf_counter() - begin
         self.report = LoadReport(
             path=str(path),
@@ -92,29 +92,41 @@ class Load:
         )
         return str(path), dict(values.get("client_state", {}))
 
+    def _same(self, manifest: Manifest) -> bool:
+        """Whether as many ranks with the same plan saved it."""
+        plan = self._state.plan
+        return (manifest.world, manifest.plan_fingerprint) == (plan.world, plan.fingerprint)
+
     def _check(self, path: Path, manifest: Manifest) -> dict[str, Any]:
         """Compare this rank's share of the files with their checksums; returns the values of ``shared.pt``."""
         rank, world, count = self._meeting.rank, self._meeting.world, len(manifest.files)
         for index, record in enumerate(manifest.files):
             if index * world // count != rank:
                 continue
-            size, digest = self._files.digest(path / record.name)
-            if (size, digest) != (record.bytes, record.sha256):
+            size, check = self._files.check(path / record.name)
+            if (size, check) != (record.bytes, record.crc32):
                 raise CheckpointError(
-                    f"{path / record.name} is damaged: {size} bytes with sha256 {digest[:12]}…, it was written with "
-                    f"{record.bytes} bytes and {record.sha256[:12]}…. Use another checkpoint."
+                    f"{path / record.name} is damaged: {size} bytes with checksum {check}, it was written with "
+                    f"{record.bytes} bytes and {record.crc32}. Use another checkpoint."
                 )
         known = any(record.name == SHARED_NAME for record in manifest.files)
         values: dict[str, Any] = unpack(path / SHARED_NAME) if known else {}
         if self._options.scheduler and not self._options.module_only:
             check_scheduler(_scheduler_state(manifest, values), self._state)
+        if not self._options.module_only:
+            self._own(path, manifest)
+        if manifest.window and self._states:
+            self._state.check_window(manifest.window, same=self._same(manifest))
         return values
 
+    @property
+    def _states(self) -> bool:
+        return self._options.optimizer and not self._options.module_only
+
     def _read(self, reader: CheckpointReader, manifest: Manifest, fit: Fit) -> None:
-        states = self._options.optimizer and not self._options.module_only
         for unit in range(len(self._state.plan.units)):
             self._state.read_weights(unit, reader)
-            if states:
+            if self._states:
                 self._state.read_states(unit, reader)
             reader.close()  # memory-mapped pages count as this process's memory for as long as a file is open
         buffers = dict(self._state.buffers())
@@ -124,9 +136,9 @@ class Load:
             reader.read_of(name, BUFFER, Interval(0, buffer.numel()), flat)
             buffer.detach().copy_(flat.view(buffer.shape))
 
-    def _rest(self, path: Path, manifest: Manifest, fit: Fit, values: Mapping[str, Any]) -> None:
+    def _rest(self, path: Path, reader: CheckpointReader, fit: Fit, values: Mapping[str, Any]) -> None:
         """What is not sharded. Random numbers last, so that nothing here draws from them."""
-        state, options = self._state, self._options
+        state, options, manifest = self._state, self._options, reader.manifest
         state.set_extra_states(values.get("extra_states", {}))
         own = self._meeting.rank if self._meeting.world == manifest.world else None
         if own is not None:
@@ -151,6 +163,8 @@ class Load:
         state.set_counters(manifest.counters)
         if manifest.loss_scale is not None:
             state.set_loss_scale(manifest.loss_scale)
+        if manifest.window and options.optimizer:
+            state.read_window(manifest.window, reader, same=self._same(manifest))
         self._position_and_random(path, manifest)
 
     def _own_buffers(self, file: Path, manifest: Manifest, rank: int) -> None:
@@ -176,21 +190,33 @@ class Load:
                 extra = odd[_index_of(record, manifest)]
             self._state.set_param_group(index, {**record.options, **extra})
 
-    def _position_and_random(self, path: Path, manifest: Manifest) -> None:
-        state, rank, world = self._state, self._meeting.rank, self._meeting.world
+    def _own(self, path: Path, manifest: Manifest) -> tuple[dict[str, Any], Any]:
+        """What the checkpoint holds for this rank alone, and the position for its loader, None without one.
+
+        Raises:
+            CheckpointError: the position is one of a run with another number of ranks, or the file is damaged.
+        """
+        rank, world = self._meeting.rank, self._meeting.world
         known = {record.name for record in manifest.files}
         name = random_file_name(rank if rank < manifest.world else rank % manifest.world)
         saved = unpack(path / name) if name in known else {}
-        loader = state.loader()
+        loader = self._state.loader()
         position = manifest.data if manifest.data is not None else saved.get("loader")
-        if loader is not None and position is not None:
-            if manifest.data is None and world != manifest.world:
-                raise CheckpointError(
-                    f"the training data's {type(loader).__name__} has a position of its own on each of {manifest.world} "
-                    f"ranks, which cannot be turned into positions of {world} ranks. Load on {manifest.world} ranks, use "
-                    f"a loader whose state_dict() is the same on all ranks, or set engine.training_dataloader = None."
-                )
-            loader.load_state_dict(position)
+        if loader is None or position is None:
+            return saved, None
+        if manifest.data is None and world != manifest.world:
+            raise CheckpointError(
+                f"the training data's {type(loader).__name__} has a position of its own on each of {manifest.world} "
+                f"ranks, which cannot be turned into positions of {world} ranks. Load on {manifest.world} ranks, use "
+                f"a loader whose state_dict() is the same on all ranks, or set engine.training_dataloader = None."
+            )
+        return saved, position
+
+    def _position_and_random(self, path: Path, manifest: Manifest) -> None:
+        state, rank = self._state, self._meeting.rank
+        saved, position = self._own(path, manifest)
+        if position is not None:
+            state.loader().load_state_dict(position)
         if "torch" in saved:
             random_state.restore(saved, state.device)
             if rank >= manifest.world:

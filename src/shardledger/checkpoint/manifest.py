@@ -6,7 +6,8 @@ files for what is neither a tensor nor JSON. Words:
 entry      one tensor of a safetensors file: elements ``start`` to ``stop`` of a flattened parameter (or buffer), 1-D;
            complex numbers are [n, 2] of their real and imaginary parts
 role       what the numbers are: ``"master"`` (the value of a trained parameter, fp32 or wider), ``"weight"`` (of a
-           frozen one, in its own dtype), ``"buffer"``, or an optimizer state by the optimizer's own name (``"exp_avg"``)
+           frozen one, in its own dtype), ``"buffer"``, ``"gradient.…"`` (of a window that is not finished), or an optimizer
+           state by the optimizer's own name (``"exp_avg"``)
 scalar     a state that is not one number per element (Adam's ``"step"``): one tensor of any shape for the parameter
 """
 
@@ -31,6 +32,8 @@ SHARED_NAME = "shared.pt"
 MASTER = "master"
 WEIGHT = "weight"
 BUFFER = "buffer"
+GRADIENT = "gradient."
+"""How the roles of gradients begin: there are some when a save came inside an accumulation window."""
 VALUES = (MASTER, WEIGHT, BUFFER)
 """Roles that are not optimizer states. An optimizer whose states have these names cannot be saved."""
 
@@ -92,7 +95,8 @@ class FileRecord:
     name: str
     """Relative to the checkpoint, with forward slashes."""
     bytes: int
-    sha256: str
+    crc32: str
+    """Checksum of the file, eight hexadecimal digits."""
     entries: tuple[Entry, ...] = ()
 
 
@@ -141,6 +145,8 @@ class Manifest:
     loss_scale: Mapping[str, Any] | None = None
     data: Any = None
     """Position in the training data where it is the same on all ranks; None when it is not known."""
+    window: tuple[Mapping[str, Any], ...] = ()
+    """Where each rank was in an accumulation window; empty: at its beginning."""
     in_shared: tuple[str, ...] = ()
     """Which of ``scheduler``, ``data``, … are in ``shared.pt`` because they are not JSON."""
 
@@ -221,6 +227,7 @@ def _manifest(plain: Mapping[str, Any]) -> Manifest:
         scheduler=plain.get("scheduler"),
         loss_scale=plain.get("loss_scale"),
         data=plain.get("data"),
+        window=tuple(plain.get("window", ())),
         in_shared=tuple(plain.get("in_shared", ())),
     )
 
@@ -247,7 +254,7 @@ def _file(plain: Mapping[str, Any]) -> FileRecord:
         )
         for e in plain["entries"]
     )
-    return FileRecord(name=name, bytes=int(plain["bytes"]), sha256=plain["sha256"], entries=entries)
+    return FileRecord(name=name, bytes=int(plain["bytes"]), crc32=str(plain["crc32"]), entries=entries)
 
 
 def _optimizer(plain: Mapping[str, Any] | None) -> OptimizerRecord | None:

@@ -24,8 +24,8 @@ class Meeting:
         self._transport = transport
         self._device = device
 
-    def start(self, call: str, check: Callable[[], None]) -> None:
-        """The first phase: every rank has called, with the same arguments, and ``check`` passes on all.
+    def start(self, call: str, check: Callable[[], _T]) -> _T | None:
+        """The first phase: every rank has called, with the same arguments, and ``check`` passes on all; its result.
 
         Raises:
             RanksDisagreeError: the calls differ.
@@ -43,7 +43,7 @@ class Meeting:
             raise RanksDisagreeError(
                 f"{self.doing} on rank {self.rank}: ranks {others} call it with other arguments. Here: {call}."
             )
-        self.together("start", check)
+        return self.together("start", check)
 
     def together(self, phase: str, action: Callable[[], _T], *, ranks: range | None = None) -> _T | None:
         """Run ``action`` on all ranks (or on ``ranks``) and wait until all have.

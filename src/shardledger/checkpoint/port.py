@@ -23,7 +23,7 @@ class TrainingState(Protocol):
     device: torch.device
 
     def ready_to_save(self) -> None:
-        """Raise EngineStateError when a backward pass or an accumulation window is unfinished."""
+        """Raise EngineStateError when a backward pass is unfinished, or its micro-batch is not counted."""
 
     def ready_to_load(self) -> None:
         """Drop accumulated gradients; raise EngineStateError when parameters are gathered."""
@@ -48,6 +48,18 @@ class TrainingState(Protocol):
 
     def share_weights(self) -> None:
         """Bring what was read to all ranks that need it; collective."""
+
+    def window(self) -> Mapping[str, Any] | None:
+        """This rank's position in an accumulation window, as JSON has it; None at its beginning."""
+
+    def check_window(self, windows: Sequence[Mapping[str, Any]], *, same: bool) -> None:
+        """Raise EngineStateError when the engine cannot go on in the window of those ranks.
+
+        ``same``: as many ranks, with the same plan, saved it.
+        """
+
+    def read_window(self, windows: Sequence[Mapping[str, Any]], source: StateSource, *, same: bool) -> None:
+        """Go on in the window that each saved rank was in. No collective."""
 
     def param_groups(self) -> Sequence[tuple[Mapping[str, Any], Sequence[str]]]:
         """Hyperparameters and parameter names of each group, all ranks alike."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shardledger.checkpoint.manifest import VALUES, Entry, FileRecord, Manifest
+from shardledger.checkpoint.manifest import GRADIENT, VALUES, Entry, FileRecord, Manifest
 from shardledger.errors import CheckpointError
 from shardledger.layout.flat import Interval
 
@@ -24,6 +24,7 @@ class CheckpointReader:
 
     def __init__(self, folder: Path, manifest: Manifest, names: Mapping[str, str] | None = None) -> None:
         """``names``: under which name each of the model's parameters was saved; absent: they have not changed."""
+        self.manifest = manifest
         self.elements_read = 0
         self._folder = folder
         self._names = {p.name: p.name for p in manifest.parameters} if names is None else names
@@ -71,7 +72,16 @@ class CheckpointReader:
         return {
             role: (pieces[0][2].dtype, pieces[0][2].scalar)
             for (of, role), pieces in self._pieces.items()
-            if of == saved and role not in VALUES
+            if of == saved and role not in VALUES and not role.startswith(GRADIENT)
+        }
+
+    def gradients(self, name: str) -> dict[str, str]:
+        """Gradients of an unfinished accumulation window: by role, the dtype."""
+        saved = self._names.get(name)
+        return {
+            role: pieces[0][2].dtype
+            for (of, role), pieces in self._pieces.items()
+            if of == saved and role.startswith(GRADIENT)
         }
 
     def read_state(self, name: str, state: str, elements: Interval, out: torch.Tensor) -> None:

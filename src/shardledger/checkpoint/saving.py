@@ -1,10 +1,10 @@
 """One save, in phases that all ranks go through together.
 
-start        every rank has called, nothing is under way, the description is ready
-preparation  rank 0 makes the draft's folder
+start        every rank has called, nothing is under way
+preparation  everything but the tensors is described, for an asynchronous save they are copied; rank 0 makes the draft
 writing      every rank writes its files; in an asynchronous save, from copies, by a thread
 publication  rank 0 collects what was written, proves that every element is there once, writes the manifest, and gives
-             the draft its name
+             the draft its name; in an asynchronous save by a thread too
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -40,8 +40,11 @@ from shardledger.checkpoint.manifest import (
 from shardledger.checkpoint.meeting import Meeting
 from shardledger.checkpoint.pickled import is_json, pack
 from shardledger.checkpoint.port import Held, TrainingState
+from shardledger.checkpoint.staging import Staging
 from shardledger.checkpoint.writing import RankWriter, checksum
 from shardledger.errors import CheckpointError
+
+_LOADER = "the position of the training data's loader"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,6 @@ class SaveOptions:
     client_state: Mapping[str, Any] = field(default_factory=dict)
     latest: bool = True
     exclude_frozen: bool = False
-    asynchronous: bool = False
     keep_last: int | None = None
     keep_every: int | None = None
     version: str = ""
@@ -76,46 +78,55 @@ class Save:
     """One checkpoint on its way to the disk."""
 
     def __init__(
-        self, state: TrainingState, meeting: Meeting, files: Files, place: Place, options: SaveOptions
+        self,
+        state: TrainingState,
+        meeting: Meeting,
+        files: Files,
+        place: Place,
+        options: SaveOptions,
+        staging: Staging | None = None,
     ) -> None:
+        """``staging``: the save is asynchronous, and copies to this memory."""
         self.place = place
         self.report: SaveReport | None = None
         self._state = state
         self._meeting = meeting
         self._files = files
         self._options = options
+        self._staging = staging
         self._begin = time.perf_counter()
         self._blocked_s = 0.0
         self._head: Manifest | None = None
-        self._written: bytes = b""
+        self._untold: bytes | None = b""
+        """What this rank has written, for the manifest; None when rank 0 knows."""
+        self._lock: int | None = None
+        """Rank 0's, of the draft; None when there is no draft of ours."""
+        self._size = 0
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin; a synchronous save is complete when this returns.
+        """Begin; a synchronous save is complete when this returns, an asynchronous one goes on with ``advance``.
 
         Raises:
             CheckpointError: on all ranks, when it failed on any.
         """
         options, meeting = self._options, self._meeting
         call = f"{self.place.final}, latest={options.latest}, exclude_frozen={options.exclude_frozen}"
-        meeting.start(call, self._state.ready_to_save)
-        seen = meeting.together("description", self._look)
+        seen = meeting.start(call, self._look)
         assert seen is not None
         own = [float(zlib.crc32(_fixed(seen.position))), *seen.checksums]
         rows = meeting.numbers(own, "comparison of buffers and positions")
-        others = meeting.together("description", lambda: self._describe(seen, rows))
-        assert others is not None
         try:
-            meeting.together("preparation", lambda: prepare(self._files, self.place), ranks=range(1))
-            if options.asynchronous:
-                units = meeting.together("copy", lambda: [_copied(self._unit(i)) for i in self._units()])
-                assert units is not None
-                self._thread = threading.Thread(target=self._write, args=(units, others), daemon=True)
-                self._thread.start()
+            prepared = meeting.together("preparation", lambda: self._prepare(seen, rows))
+            assert prepared is not None
+            others, units = prepared
+            if self._staging is not None:
+                self._in_thread(lambda: self._write(units, others))
             else:
-                self._write((self._unit(i) for i in self._units()), others)
-                self._publish()
+                self._write(units, others)
+                self._collect()
+                self._close()
         except BaseException:
             self._give_up()
             raise
@@ -123,16 +134,21 @@ class Save:
 
     @property
     def done(self) -> bool:
-        """Whether this rank has written its files, or failed to."""
+        """Whether this rank's thread has ended: there is something to agree on."""
         return self._thread is None or not self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        """Whether this rank could not write its files."""
+        """Whether it ended with an error."""
         return self.done and self._error is not None
 
-    def finish(self) -> None:
-        """Wait for this rank's thread and publish; collective.
+    @property
+    def published(self) -> bool:
+        """Whether the checkpoint is complete and has its name."""
+        return self.report is not None
+
+    def advance(self) -> None:
+        """Wait for this rank's thread and go on: from writing to publication, from publication to the end. Collective.
 
         Raises:
             CheckpointError: on all ranks, when it failed on any.
@@ -140,7 +156,10 @@ class Save:
         begin = time.perf_counter()
         self.join()
         try:
-            self._publish()
+            if self._untold is None:
+                self._close()
+            else:
+                self._collect()
         except BaseException:
             self._give_up()
             raise
@@ -150,6 +169,10 @@ class Save:
         """Wait for this rank's thread."""
         if self._thread is not None:
             self._thread.join()
+
+    def _in_thread(self, action: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=action, name="shardledger-save", daemon=True)
+        self._thread.start()
 
     # --- this rank's part ----------------------------------------------------------------------------------------
 
@@ -161,7 +184,8 @@ class Save:
         return [(portion, tensor) for portion, tensor in self._state.held(index) if portion.role != frozen]
 
     def _look(self) -> _Seen:
-        """What may differ between ranks."""
+        """Whether a save may come now, and what may differ between ranks."""
+        self._state.ready_to_save()
         loader = self._state.loader()
         buffers = dict(self._state.buffers())
         return _Seen(
@@ -169,6 +193,15 @@ class Save:
             buffers=buffers,
             checksums=[float(checksum(buffer)) for buffer in buffers.values()],
         )
+
+    def _prepare(self, seen: _Seen, rows: Sequence[Sequence[float]]) -> tuple[_Others, Iterable[list[Held]]]:
+        """Everything that a thread may write while training goes on, and rank 0's draft."""
+        others = self._describe(seen, rows)
+        if self._meeting.rank == 0:
+            self._lock = prepare(self._files, self.place)
+        if self._staging is None:
+            return others, (self._unit(i) for i in self._units())
+        return others, [self._staging.copy(i, self._unit(i)) for i in self._units()]
 
     def _describe(self, seen: _Seen, rows: Sequence[Sequence[float]]) -> _Others:
         """Everything but the tensors of the units: small things only."""
@@ -182,10 +215,12 @@ class Save:
             shared |= extra
         return _Others(
             buffers={n: b.detach().to("cpu", copy=True) for n, b in seen.buffers.items() if rank == 0 or n in differs},
-            random=pack(rank_state, "the position of the training data's loader"),
+            # What is known to be readable again is packed where training does not wait for it.
+            random=rank_state if is_json(rank_state["loader"]) else pack(rank_state, _LOADER),
             shared=pack(shared, "client_state") if rank == 0 else None,
             model_config=state.model_config() if rank == 0 else None,
             numbers=state.numbers(),
+            window=state.window(),
         )
 
     def _write(self, units: Iterable[list[Held]], others: _Others) -> None:
@@ -198,48 +233,69 @@ class Save:
                 writer.unit(index, held)
                 held.clear()  # a copy is given back as soon as it is written
             writer.buffers(others.buffers, shared=rank == 0)
-            writer.content(random_file_name(rank), others.random)
+            random = others.random
+            writer.content(random_file_name(rank), random if isinstance(random, bytes) else pack(random, _LOADER))
             if others.shared is not None:
                 writer.content(SHARED_NAME, others.shared)
             if others.model_config is not None:
                 writer.content(MODEL_CONFIG_NAME, others.model_config.encode())
             records = writer.close()
-            part = {"files": [asdict(record) for record in records], "numbers": others.numbers}
-            self._written = json.dumps(part).encode()
+            part = {"files": [asdict(record) for record in records], "numbers": others.numbers, "window": others.window}
+            self._untold = zlib.compress(json.dumps(part).encode(), 1)
         except Exception as error:  # noqa: BLE001 - it is raised again on all ranks
             writer.cancel()
             self._error = error
 
     # --- all ranks -----------------------------------------------------------------------------------------------
 
-    def _publish(self) -> None:
+    def _collect(self) -> None:
+        """All have written: rank 0 publishes, now or in a thread."""
         meeting = self._meeting
         meeting.agree("writing", self._error)
-        written = meeting.collect(self._written, "what was written")
-        size = meeting.together("publication", lambda: self._commit(written), ranks=range(1))
+        assert self._untold is not None
+        written = meeting.collect(self._untold, "what was written")
+        self._untold = None
+        if meeting.rank == 0 and self._staging is not None:
+            self._in_thread(lambda: self._publish(written))
+        elif meeting.rank == 0:
+            self._publish(written)
+
+    def _publish(self, written: Sequence[bytes]) -> None:
+        try:
+            self._size = self._commit(written)
+        except Exception as error:  # noqa: BLE001 - it is raised again on all ranks
+            self._error = error
+
+    def _close(self) -> None:
+        """Rank 0 has published: every rank learns of it."""
+        self._meeting.agree("publication", self._error)
         seconds = time.perf_counter() - self._begin
         step = self._state.counters()["global_steps"] if self._head is None else self._head.step
         self.report = SaveReport(
             path=str(self.place.final),
             step=step,
-            bytes=size or 0,
+            bytes=self._size,
             seconds=seconds,
-            blocked_s=self._blocked_s or seconds,
+            blocked_s=self._blocked_s if self._staging is not None else seconds,
         )
 
     def _commit(self, written: Sequence[bytes]) -> int:
         assert self._head is not None and self._head.optimizer is not None
         files: list[FileRecord] = []
         numbers: dict[str, Any] = {}
+        windows: list[Mapping[str, Any]] = []
         for content in written:
-            part = json.loads(content)
+            part = json.loads(zlib.decompress(content))
             files += parse_files(part["files"])
             numbers |= part["numbers"]
-        manifest = replace(self._head, files=tuple(files), optimizer=replace(self._head.optimizer, values=numbers))
+            windows += [part["window"]] if part["window"] else []
+        optimizer = replace(self._head.optimizer, values=numbers)
+        manifest = replace(self._head, files=tuple(files), optimizer=optimizer, window=tuple(windows))
         problems = coverage_problems(manifest)
         if problems:
             raise CheckpointError(f"an engine bug, nothing was published: {'; '.join(problems[:5])}. Please report it.")
         publish(self._files, self.place, manifest, latest=self._options.latest)
+        self._unlock()
         try:
             remove_surplus(self._files, surplus(self.place.parent, self._options.keep_last, self._options.keep_every))
         except OSError as error:
@@ -250,8 +306,14 @@ class Save:
 
     def _give_up(self) -> None:
         self.join()
-        if self._meeting.rank == 0:
+        if self._lock is not None:
             abandon(self._files, self.place)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._files.unlock(self._lock)
+        self._lock = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,15 +330,11 @@ class _Others:
     """What a rank writes beside its units."""
 
     buffers: dict[str, torch.Tensor]
-    random: bytes
+    random: bytes | dict[str, Any]
     shared: bytes | None
     model_config: str | None
     numbers: Mapping[str, Mapping[str, Any]]
-
-
-def _copied(held: list[Held]) -> list[Held]:
-    """The same in host memory that training does not touch."""
-    return [(portion, tensor.detach().to("cpu", copy=True)) for portion, tensor in held]
+    window: Mapping[str, Any] | None
 
 
 def _head(state: TrainingState, options: SaveOptions, data: Any) -> tuple[Manifest, dict[str, Any]]:

@@ -13,22 +13,23 @@ import torch
 from shardledger.checkpoint.files import Files
 from shardledger.checkpoint.manifest import BUFFER, Entry, FileRecord, entry_key, tensor_file_name
 from shardledger.checkpoint.port import Held
+from shardledger.checkpoint.stream import crc32_of, memory_of, parts_of
 from shardledger.layout.flat import Interval
 from shardledger.layout.portion import Portion
 
-_HASHERS = 2
-"""Threads that hash, beside one that waits for the disk: together they keep up with the writing."""
+_CHECKERS = 2
+"""Threads that compute checksums, beside one that waits for the disk: together they keep up with the writing."""
 
 
 class RankWriter:
-    """Writes files below a draft. While one is written, those before it are hashed and brought to the disk."""
+    """Writes files below a draft. While one is written, those before it are checked and brought to the disk."""
 
     def __init__(self, files: Files, draft: Path, rank: int) -> None:
         self._files = files
         self._draft = draft
         self._rank = rank
         self._records: list[_Written] = []
-        self._hashers = ThreadPoolExecutor(_HASHERS, thread_name_prefix="shardledger-hash")
+        self._checkers = ThreadPoolExecutor(_CHECKERS, thread_name_prefix="shardledger-check")
         self._settler = ThreadPoolExecutor(1, thread_name_prefix="shardledger-fsync")
 
     def open(self) -> None:
@@ -37,14 +38,14 @@ class RankWriter:
 
     def unit(self, index: int, held: Iterable[Held]) -> None:
         """Write one unit; nothing when this rank holds none of it."""
-        items = [(portion, on_disk(tensor, portion.scalar)) for portion, tensor in held]
+        items = [(portion, on_disk(tensor)) for portion, tensor in held]
         if items:
             self._tensors(tensor_file_name(self._rank, index), items)
 
     def buffers(self, buffers: Mapping[str, torch.Tensor], *, shared: bool) -> None:
         """Write buffers: those of all ranks (``shared``), or what this rank's alone are."""
         items = [
-            (Portion(name, BUFFER, Interval(0, tensor.numel())), on_disk(tensor.reshape(-1), False))
+            (Portion(name, BUFFER, Interval(0, tensor.numel())), on_disk(tensor.reshape(-1)))
             for name, tensor in buffers.items()
         ]
         if items:
@@ -52,17 +53,17 @@ class RankWriter:
 
     def content(self, name: str, content: bytes) -> None:
         """Write a file as it is."""
-        self._files.write(self._draft / name, content)
-        self._settle(name, ())
+        self._write(name, (), [memoryview(content)])
 
     def close(self) -> list[FileRecord]:
         """Wait until everything is on the disk; returns what was written."""
         try:
             records = []
             for item in self._records:
-                size, digest = item.digest.result()
                 item.settled.result()
-                records.append(FileRecord(name=item.name, bytes=size, sha256=digest, entries=item.entries))
+                records.append(
+                    FileRecord(name=item.name, bytes=item.bytes, crc32=item.check.result(), entries=item.entries)
+                )
             self._files.sync_folder(self._folder)
         finally:
             self.cancel()
@@ -70,7 +71,7 @@ class RankWriter:
 
     def cancel(self) -> None:
         """End the threads; after an error, what they have not begun is dropped."""
-        self._hashers.shutdown(cancel_futures=True)
+        self._checkers.shutdown(cancel_futures=True)
         self._settler.shutdown(cancel_futures=True)
 
     @property
@@ -80,16 +81,20 @@ class RankWriter:
     def _tensors(self, name: str, items: list[tuple[Portion, torch.Tensor]], *, entries: bool = True) -> None:
         records = [_entry(portion, tensor) for portion, tensor in items]
         tensors = {record.key: tensor for record, (_, tensor) in zip(records, items, strict=True)}
-        self._files.write_tensors(self._draft / name, tensors)
-        self._settle(name, tuple(records) if entries else ())
+        self._write(name, tuple(records) if entries else (), parts_of(tensors))
 
-    def _settle(self, name: str, entries: tuple[Entry, ...]) -> None:
+    def _write(self, name: str, entries: tuple[Entry, ...], parts: list[memoryview]) -> None:
+        """Write a file while its checksum is computed, and have it brought to the disk."""
+        for item in self._records[:-_CHECKERS]:
+            item.check.result()  # tensors that came from a device are freed when they have been checked
         for item in self._records:
             if item.settled.done():
                 item.settled.result()  # an error of the disk ends the save now, not after gigabytes more
         path = self._draft / name
-        digest = self._hashers.submit(self._files.digest, path)
-        self._records.append(_Written(name, entries, digest, self._settler.submit(self._files.settle, path)))
+        check = self._checkers.submit(crc32_of, parts)
+        self._files.write_parts(path, parts)
+        settled = self._settler.submit(self._files.settle, path)
+        self._records.append(_Written(name, entries, sum(map(len, parts)), check, settled))
 
 
 @dataclass(frozen=True)
@@ -98,18 +103,17 @@ class _Written:
 
     name: str
     entries: tuple[Entry, ...]
-    digest: Future[tuple[int, str]]
+    bytes: int
+    check: Future[str]
     settled: Future[None]
 
 
-def on_disk(tensor: torch.Tensor, scalar: bool) -> torch.Tensor:
+def on_disk(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as it is stored: on the CPU, complex numbers as pairs. Memory is shared where it can be."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    tensor = tensor.to("cpu").contiguous()
-    # Optimizers may keep one step count for all parameters; safetensors refuses tensors that share memory.
-    return tensor.clone() if scalar else tensor
+    return tensor.to("cpu").contiguous()
 
 
 def buffer_file_name(rank: int) -> str:
@@ -119,8 +123,8 @@ def buffer_file_name(rank: int) -> str:
 
 def checksum(tensor: torch.Tensor) -> int:
     """A number that tells whether two ranks have the same buffer."""
-    stored = on_disk(tensor.reshape(-1), False).reshape(-1)
-    return zlib.crc32(stored.view(torch.uint8).numpy().tobytes()) if stored.numel() else 0
+    stored = on_disk(tensor.reshape(-1)).reshape(-1)
+    return zlib.crc32(memory_of(stored))
 
 
 def _entry(portion: Portion, tensor: torch.Tensor) -> Entry:

@@ -184,9 +184,13 @@ def count(number: int, what: str) -> str:
 def _fact_lines(facts: Mapping[str, Any]) -> list[str]:
     parameters, optimizer = facts["parameters"], facts["optimizer"]
     tied = [f"{other} = {name}" for other, name in parameters["tied"].items()]
+    samples, after = facts["counters"].get("global_samples", 0), facts["micro_batches_after_step"]
     rows = [
         ("checkpoint", facts["path"]),
-        ("step", f"{facts['step']:,}  ({facts['counters'].get('global_samples', 0):,} samples)"),
+        (
+            "step",
+            f"{facts['step']:,}  ({samples:,} samples{f', {after} micro-batches into the next' if after else ''})",
+        ),
         ("stage", str(facts["stage"])),
         ("ranks", str(facts["world"])),
         ("precision", facts["precision"]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Annotated, Optional
 
@@ -112,6 +113,10 @@ def train(
     device: DeviceOption = Device.auto,
     out: OutOption = None,
     resume: ResumeOption = None,
+    trace: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--trace", metavar="FILE", help="Write where rank 0's time goes, for chrome://tracing."),
+    ] = None,
 ) -> None:
     """Train your model with your config on your text; under torchrun or srun, be one of its ranks."""
 
@@ -120,6 +125,7 @@ def train(
         from shardledger.cli.start import start
 
         options = Options(data=data, steps=steps, seed=seed, device=device.value, out=out, nproc=nproc, resume=resume)
+        options = replace(options, trace=trace)
         settings = train_settings(options, config=config, model=model, seq_len=seq_len, eval_every=eval_every)
         if memory_budget is not None:
             settings = with_budget(settings, memory_budget)

@@ -11,17 +11,20 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardledger.cli.launch import rank_environment
-from shardledger.errors import TransportError
+from shardledger.errors import ConfigError, ShardledgerError, TransportError
 
 RANKS = 2
 SECONDS = 1.0
 """Spent on each figure."""
 TIMEOUT_S = 90
 MESSAGE_BYTES = 2**25
+DISK_BYTES = 2**28
 _WIDTH = {"cuda": 8192, "cpu": 1024}
 """Rows of the square matrices: large enough that the kernel is what is measured."""
 
@@ -36,18 +39,26 @@ class Measured:
     """Bytes per second that one rank sends while it gathers; None when this machine has one GPU, so no link."""
     where: str
     """What was measured, for people."""
+    host: float | None = None
+    """Bytes per second between the device and host memory; None where those are one."""
+    disk: float | None = None
+    """Bytes per second of the disk, reading and writing at once."""
 
     def __str__(self) -> str:
         link = (
             "not measurable with one GPU (give --bandwidth)" if self.bandwidth is None else _rate(self.bandwidth, "B/s")
         )
-        return f"measured on {self.where}: {_rate(self.flops, 'FLOP/s')} of bf16 matrix products, link {link} per rank"
+        host = "" if self.host is None else f", device to host memory {_rate(self.host, 'B/s')}"
+        disk = "" if self.disk is None else f", disk {_rate(self.disk, 'B/s')} read and written together"
+        products = f"{_rate(self.flops, 'FLOP/s')} of bf16 matrix products"
+        return f"measured on {self.where}: {products}, link {link} per rank{host}{disk}"
 
 
-def measure() -> Measured:
-    """Measure this machine; takes a few seconds.
+def measure(folder: str | None = None) -> Measured:
+    """Measure this machine, and the disk of ``folder`` (None: the current one); takes a few seconds.
 
     Raises:
+        ConfigError: nothing can be written to ``folder``.
         TransportError: the two ranks that measure the link did not come to an end.
     """
     import torch
@@ -56,15 +67,23 @@ def measure() -> Measured:
     kind = "cuda" if gpus else "cpu"
     where = torch.cuda.get_device_name(0) if gpus else f"the CPU ({torch.get_num_threads()} threads)"
     bandwidth = _link(kind) if gpus != 1 else None
-    return Measured(flops=matmul_flops(kind), bandwidth=bandwidth, where=where)
+    return Measured(
+        flops=matmul_flops(kind),
+        bandwidth=bandwidth,
+        where=where,
+        host=_host_link() if gpus else None,
+        disk=_disk(folder or "."),
+    )
 
 
-def print_measurement() -> None:
+def print_measurement(folder: str | None = None) -> None:
     """``plan --measure`` alone."""
-    found = measure()
+    found = measure(folder)
     print(found)
     link = "" if found.bandwidth is None else f"--bandwidth {found.bandwidth:.3g} "
-    print(f"as options of plan: {link}--flops {found.flops:.3g}")
+    host = "" if found.host is None else f" --link {found.host:.3g}"
+    disk = "" if found.disk is None else f" --disk {found.disk:.3g}"
+    print(f"as options of plan: {link}--flops {found.flops:.3g}{host}{disk}")
 
 
 def matmul_flops(kind: str, seconds: float = SECONDS) -> float:
@@ -87,6 +106,51 @@ def matmul_flops(kind: str, seconds: float = SECONDS) -> float:
     while time.perf_counter() < end:
         best = min(best, once())
     return 2 * width**3 / best
+
+
+def _disk(folder: str) -> float:
+    """Bytes per second that pass when a file is read and written at once, as the optimizer's step does.
+
+    Raises:
+        ConfigError: nothing can be written to the folder.
+    """
+    from shardledger.transport.disk import AlignedBuffer, DiskFile, TierTraffic
+
+    size = DISK_BYTES
+    try:
+        with tempfile.TemporaryDirectory(prefix="shardledger-measure-", dir=folder) as place:
+            file = DiskFile(Path(place) / "measured.bin", 2 * size, TierTraffic())
+            try:
+                source, target = AlignedBuffer(size), AlignedBuffer(size)
+                file.write(0, source, 0, size).wait()  # what is read must have been written
+                start = time.perf_counter()
+                under_way = [file.write(size, source, 0, size), file.read(0, target, 0, size)]
+                for transfer in under_way:
+                    transfer.wait()
+                return 2 * size / (time.perf_counter() - start)
+            finally:
+                file.close()
+    except (OSError, ShardledgerError) as error:
+        raise ConfigError(f"--nvme-path {folder}: the disk cannot be measured there: {error}") from error
+
+
+def _host_link() -> float:
+    """Bytes per second of the slower way between the GPU and page-locked host memory."""
+    import torch
+
+    host = torch.empty(MESSAGE_BYTES * 8, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    ways = []
+    for target, source in ((device, host), (host, device)):
+        rates = []
+        for _ in range(4):  # the first one is slower
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            rates.append(host.numel() / (time.perf_counter() - start))
+        ways.append(max(rates))
+    return min(ways)
 
 
 def _link(kind: str) -> float:

@@ -20,7 +20,7 @@ def run_plan(options: PlanOptions) -> None:
     check_options(options)
     hardware = hardware_of(options)
     if options.measure and (options.params or options.model):
-        hardware = _measured(hardware, quiet=options.json)
+        hardware = _measured(hardware, options)
     if options.params is not None:
         from shardledger.cli.plan_states import plan_states
 
@@ -33,18 +33,20 @@ def run_plan(options: PlanOptions) -> None:
     else:
         from shardledger.cli.measure import print_measurement
 
-        print_measurement()
+        print_measurement(options.nvme_path)
 
 
-def _measured(hardware: Hardware, *, quiet: bool) -> Hardware:
+def _measured(hardware: Hardware, options: PlanOptions) -> Hardware:
     """What the options leave open, measured here."""
     from shardledger.cli.measure import measure
 
-    found = measure()
-    if not quiet:
+    found = measure(options.nvme_path)
+    if not options.json:
         print(f"{found}\n")
     return replace(
         hardware,
         bandwidth=found.bandwidth if hardware.bandwidth is None else hardware.bandwidth,
         flops=found.flops if hardware.flops is None else hardware.flops,
+        link=found.host if hardware.link is None else hardware.link,
+        disk=found.disk if hardware.disk is None else hardware.disk,
     )

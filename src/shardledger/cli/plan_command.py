@@ -59,7 +59,18 @@ BandwidthOption = Annotated[Text, typer.Option("--bandwidth", metavar="RATE", he
 FlopsOption = Annotated[
     Text, typer.Option("--flops", metavar="RATE", help="Of one rank's matrix products, as 400TFLOP/s.")
 ]
-MeasureOption = Annotated[bool, typer.Option("--measure", help="Measure both on this machine, in a few seconds.")]
+LinkOption = Annotated[
+    Text, typer.Option("--link", metavar="RATE", help="Between device and host memory, as 25GB/s: prices offload.")
+]
+DiskOption = Annotated[
+    Text, typer.Option("--disk", metavar="RATE", help="Of the disk, as 3GB/s: prices offload to nvme.")
+]
+NvmePathOption = Annotated[
+    Text, typer.Option("--nvme-path", metavar="DIR", help="Folder whose disk --measure tries. Default: here.")
+]
+MeasureOption = Annotated[
+    bool, typer.Option("--measure", help="Measure these rates on this machine, in a few seconds.")
+]
 VerifyOption = Annotated[
     bool, typer.Option("--verify", help="Run what is recommended for a few steps here, and print the error.")
 ]
@@ -92,6 +103,9 @@ def plan(
     task_samples: SamplesOption = None,
     bandwidth: BandwidthOption = None,
     flops: FlopsOption = None,
+    link: LinkOption = None,
+    disk: DiskOption = None,
+    nvme_path: NvmePathOption = None,
     measure: MeasureOption = False,
     verify: VerifyOption = False,
     memory_budget: BudgetOption = None,

@@ -16,7 +16,7 @@ from shardledger.errors import ConfigError, DoesNotFitError
 from shardledger.ledger.amounts import common_unit, gib, in_unit, parameters
 from shardledger.ledger.categories import CATEGORIES
 from shardledger.ledger.choose import cheapest, choice
-from shardledger.ledger.fit import Situation, fits
+from shardledger.ledger.fit import Situation, fits, moved_by
 from shardledger.ledger.plot import Moment, picture
 from shardledger.ledger.recommend import Recommendation, recommend
 from shardledger.ledger.row import Row
@@ -180,7 +180,7 @@ def table(rows: Sequence[Row], situation: Situation) -> str:
     short = dict(zip(CATEGORIES, ("params", "grads", "master", "optim", "activ", "comm", "temp", "frame"), strict=True))
     several = len({row.micro_batch for row in rows}) > 1
     columns = ["stage", "offload", *(["batch"] if several else []), "recomp", *short.values()]
-    columns += [f"peak {unit}", "fits", f"free {unit}", f"sent {unit}", f"host {unit}", f"disk {unit}"]
+    columns += [f"peak {unit}", "fits", f"free {unit}", f"sent {unit}", f"host {unit}", f"disk {unit}", f"moved {unit}"]
     columns += ["step s", "hidden"] if situation.speed else []
     columns += ["peak in"]
     lines = []
@@ -191,19 +191,21 @@ def table(rows: Sequence[Row], situation: Situation) -> str:
         line += [in_unit(row.total, size), "yes" if fits(row, situation) else "NO"]
         line += [in_unit(situation.device_memory - row.total, size), in_unit(row.sent_bytes_per_step, size)]
         line += [in_unit(row.host_bytes, size), in_unit(row.disk_bytes, size)]
+        line += [in_unit(row.link_bytes_per_step + row.disk_bytes_per_step, size)]
         if situation.speed and situation.tokens:
             recompute = row.checkpointing
-            time = step_time(
-                row.sent_bytes_per_step, situation.parameters, situation.tokens, situation.speed, recompute=recompute
-            )
+            moved = moved_by(row, situation)
+            time = step_time(moved, situation.parameters, situation.tokens, situation.speed, recompute=recompute)
             line += [f"{time.bound_s:.3g}", "yes" if time.hidden else f"from {time.tokens_to_hide:,} tokens"]
         line += [f"{row.peak_phase} {row.peak_unit}".strip()]
         lines.append(line)
     text = aligned(columns, lines)
+    if any(row.offload != "none" for row in rows):
+        text += "\nmoved: between device, host memory and disk in one step, by one rank."
     if situation.speed:
         text += (
-            "\nstep s: no step is shorter (computing, or bytes over the link, whichever takes longer); hidden: whether "
-            "computing covers the bytes sent."
+            "\nstep s: no step is shorter (computing, or bytes over a link, whichever takes longest, then the optimizer's "
+            "disk); hidden: whether computing covers the bytes sent."
         )
     return text
 

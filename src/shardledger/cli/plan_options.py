@@ -43,6 +43,9 @@ class PlanOptions:
     task_samples: int | None = None
     bandwidth: str | None = None
     flops: str | None = None
+    link: str | None = None
+    disk: str | None = None
+    nvme_path: str | None = None
     measure: bool = False
     verify: bool = False
     memory_budget: str | None = None
@@ -61,6 +64,10 @@ class Hardware:
     ranks_per_machine: int
     bandwidth: float | None
     flops: float | None
+    link: float | None = None
+    """Bytes per second between a device and host memory."""
+    disk: float | None = None
+    """Bytes per second of the disk."""
 
 
 def hardware_of(options: PlanOptions) -> Hardware:
@@ -72,6 +79,8 @@ def hardware_of(options: PlanOptions) -> Hardware:
         ranks_per_machine=options.per_machine or min(options.world, DEFAULT_RANKS_PER_MACHINE),
         bandwidth=read("--bandwidth", options.bandwidth, bandwidth),
         flops=read("--flops", options.flops, flop_rate),
+        link=read("--link", options.link, bandwidth),
+        disk=read("--disk", options.disk, bandwidth),
     )
 
 
@@ -83,6 +92,8 @@ def situation_of(options: PlanOptions, hardware: Hardware, device_memory: int, *
         ranks_per_machine=hardware.ranks_per_machine,
         bandwidth=hardware.bandwidth,
         flops=hardware.flops,
+        link=hardware.link,
+        disk=hardware.disk,
         task_samples=options.task_samples,
         **facts,
     )

@@ -28,6 +28,8 @@ class Options:
     nproc: int | None
     resume: str | None = None
     """``"latest"``, ``"auto"`` or a path; None starts anew."""
+    trace: str | None = None
+    """File for the trace of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,8 +54,10 @@ def check_arguments(settings: RunSettings) -> None:
     Raises:
         UsageFailure, ConfigError: there is no such model, or the data is missing or too short.
     """
+    from shardledger.cli.trace import check_trace
     from shardledger.workload import TextData, find_model, read_corpus
 
+    check_trace(settings.options.trace)
     find_model(settings.model)
     try:
         TextData(read_corpus(settings.options.data), settings.seq_len)

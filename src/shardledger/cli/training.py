@@ -15,6 +15,7 @@ from shardledger.cli.predicted import predict_ledgers
 from shardledger.cli.run_checkpoints import RunCheckpoints
 from shardledger.cli.settings import RunSettings
 from shardledger.cli.stop import StopRequest
+from shardledger.cli.trace import Trace
 from shardledger.telemetry import CATEGORIES, JsonLinesSink, RunFolder, SinkGroup, console_sink, print_ledger
 from shardledger.workload import (
     GPT,
@@ -58,6 +59,7 @@ def train(settings: RunSettings, folder: RunFolder, device: str, source: tuple[P
     count = LiveCount(model, device)
     with count.initializing():
         engine, *_ = shardledger.initialize(model=model, config=config, device=device)
+    trace = Trace(engine, settings.options.trace)
     count.attach(engine)
     leads = engine.rank == 0
     if leads:
@@ -73,9 +75,10 @@ def train(settings: RunSettings, folder: RunFolder, device: str, source: tuple[P
         checkpoints = RunCheckpoints(engine, folder, group, count.saving)
         begin = checkpoints.load(source, sampler) if source is not None else 0
         loop = TrainingLoop(engine, text, sampler, group, count)
-        first, last = loop.run(
-            settings.options.steps, settings.eval_every, begin=begin, checkpoints=checkpoints, stop=stop
-        )
+        with trace:
+            first, last = loop.run(
+                settings.options.steps, settings.eval_every, begin=begin, checkpoints=checkpoints, stop=stop
+            )
     ledgers = gather_ledgers(engine, count.highest, count.phases)
     stage, config = engine.zero_optimization_stage(), engine.config
     state = engine.state_dict()

@@ -18,7 +18,7 @@ class Portion:
 
     name: str
     role: str
-    """``"master"``, ``"weight"``, ``"buffer"``, or the optimizer's name of a state."""
+    """``"master"``, ``"weight"``, ``"buffer"``, the optimizer's name of a state, or ``"gradient.…"``."""
     elements: Interval
     """Of the flattened parameter; empty for a state that is not one number per element."""
     scalar: bool = False
@@ -45,6 +45,9 @@ class StateSource(Protocol):
 
     def scalar(self, name: str, state: str) -> Any:
         """A state that is not one number per element, as a CPU tensor."""
+
+    def gradients(self, name: str) -> Mapping[str, str]:
+        """Gradients of an unfinished accumulation window: by role, the dtype. ``read_state`` reads them."""
 
     def numbers(self, name: str) -> Mapping[str, Any]:
         """States that are plain numbers."""

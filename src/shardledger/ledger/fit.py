@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from shardledger.ledger.row import Row
-from shardledger.ledger.traffic import Speed
+from shardledger.ledger.traffic import Moved, Speed
 
 SLOW_LINK = 32e9
 """Bytes per second of a PCIe 4.0 x16 slot: a link this slow or slower is called slow when no FLOP/s are known."""
@@ -42,6 +42,10 @@ class Situation:
     """Bytes per second that a rank sends to others."""
     flops: float | None = None
     """Operations per second of a rank."""
+    link: float | None = None
+    """Bytes per second between a rank's device and host memory."""
+    disk: float | None = None
+    """Bytes per second of a machine's disk, read and written together."""
     tokens: int | None = None
     """Tokens per rank and optimizer step."""
     task_samples: int | None = None
@@ -57,7 +61,7 @@ class Situation:
         """Both speeds, when both are known."""
         if self.bandwidth is None or self.flops is None:
             return None
-        return Speed(bandwidth=self.bandwidth, flops=self.flops)
+        return Speed(bandwidth=self.bandwidth, flops=self.flops, link=self.link, disk=self.disk)
 
     @property
     def one_machine(self) -> bool:
@@ -75,6 +79,14 @@ class Situation:
         trained = self.parameters if self.trained is None else self.trained
         samples = self.task_samples
         return samples is not None and samples < LITTLE_DATA and trained >= LARGE_MODEL
+
+
+def moved_by(row: Row, situation: Situation) -> Moved:
+    """What a row moves in one step; the disk is that of a machine, whose ranks share it."""
+    here, in_step = situation.here, row.disk_bytes_in_step
+    return Moved(
+        row.sent_bytes_per_step, row.link_bytes_per_step, here * (row.disk_bytes_per_step - in_step), here * in_step
+    )
 
 
 def states_of(row: Row) -> int:

@@ -39,6 +39,12 @@ class Row:
     """The unit that was at work then; empty where there is none."""
     sent_bytes_per_step: int
     """Bytes that one rank sends in one optimizer step."""
+    link_bytes_per_step: int = 0
+    """Bytes between one rank's device and host memory in one step, both ways."""
+    disk_bytes_per_step: int = 0
+    """Bytes that one rank reads from and writes to disk in one step."""
+    disk_bytes_in_step: int = 0
+    """The part of them that is moved while the optimizer steps, when nothing else is computed."""
     unit_stages: tuple[tuple[str, int], ...] = ()
     """Units that shard less than ``stage`` says, by label, and their stage; empty: all alike."""
     recomputed_units: tuple[str, ...] = ()

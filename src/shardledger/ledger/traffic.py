@@ -56,6 +56,10 @@ class Speed:
     """Bytes per second a rank sends to the others."""
     flops: float
     """Operations per second of its matrix products, as measured, not as advertised."""
+    link: float | None = None
+    """Bytes per second between its device and host memory; None: not known."""
+    disk: float | None = None
+    """Bytes per second of a disk, read and written together; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,23 +72,48 @@ class StepTime:
     """Whether computing takes at least as long as the bytes, so that overlap can hide them."""
     tokens_to_hide: int
     """Tokens per rank and optimizer step above which it does."""
+    link_s: float = 0.0
+    """Bytes between device and host memory."""
+    disk_s: float = 0.0
+    """Bytes on disk that gathers ask for, which computing can hide."""
+    disk_step_s: float = 0.0
+    """Bytes on disk while the optimizer steps, which nothing can."""
 
     @property
     def bound_s(self) -> float:
-        """No step is shorter: the longer of the two, when they overlap completely."""
-        return max(self.compute_s, self.communication_s)
+        """No step is shorter: the longest of what overlaps completely, and then the optimizer's disk."""
+        return max(self.compute_s, self.communication_s, self.link_s, self.disk_s) + self.disk_step_s
 
 
-def step_time(sent: int, parameters: int, tokens: int, speed: Speed, *, recompute: bool = False) -> StepTime:
-    """Bounds for a rank that sends ``sent`` bytes and processes ``tokens`` tokens per optimizer step.
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of one rank and step."""
 
-    Attention's own operations are left out, so the bound is low for very long sequences.
+    sent: int
+    """To other ranks."""
+    link: int = 0
+    """Between device and host memory."""
+    disk: int = 0
+    """From and to disk, all ranks of the machine, during forward and backward."""
+    disk_step: int = 0
+    """The same, while the optimizer steps."""
+
+
+def step_time(moved: Moved | int, parameters: int, tokens: int, speed: Speed, *, recompute: bool = False) -> StepTime:
+    """Bounds for a rank that moves ``moved`` bytes (an int: sent ones) and processes ``tokens`` tokens per optimizer step.
+
+    Attention's own operations are left out, so the bound is low for very long sequences. A link whose speed is not known
+    counts as infinitely fast.
     """
+    moved = Moved(moved) if isinstance(moved, int) else moved
     per_token = (FLOPS_PER_TOKEN_RECOMPUTED if recompute else FLOPS_PER_TOKEN) * parameters
-    compute, communication = per_token * tokens / speed.flops, sent / speed.bandwidth
+    compute, communication = per_token * tokens / speed.flops, moved.sent / speed.bandwidth
     return StepTime(
         compute_s=compute,
         communication_s=communication,
         hidden=compute >= communication,
         tokens_to_hide=ceil(communication * speed.flops / per_token) if per_token else 0,
+        link_s=moved.link / speed.link if speed.link else 0.0,
+        disk_s=moved.disk / speed.disk if speed.disk else 0.0,
+        disk_step_s=moved.disk_step / speed.disk if speed.disk else 0.0,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,17 +25,27 @@ def full_state_dict(module: nn.Module, parts: Parts, *, all_ranks: bool) -> dict
     transport = parts.transport
     wanted = all_ranks or transport.rank == 0
     values: dict[int, torch.Tensor] = {}
-    for unit in parts.units:
-        for flat in unit.flats:
-            with parts.at_hand([flat]):
-                whole = full_values(flat, transport, all_ranks=all_ranks, label=unit.label)
-            if whole is None:
-                continue
-            for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
-                part = whole[slot.start : slot.start + slot.numel].view(slot.shape)
-                values[id(parameter)] = part.to("cpu", copy=True)
-            del whole
+    with _saying(transport, "state_dict"):
+        for unit in parts.units:
+            for flat in unit.flats:
+                with parts.at_hand([flat]):
+                    whole = full_values(flat, transport, all_ranks=all_ranks, label=unit.label)
+                if whole is None:
+                    continue
+                for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+                    part = whole[slot.start : slot.start + slot.numel].view(slot.shape)
+                    values[id(parameter)] = part.to("cpu", copy=True)
+                del whole
     return dict(_entries(module, values)) if wanted else {}
+
+
+@contextmanager
+def _saying(transport: Transport, call: str) -> Iterator[None]:
+    """Messages about a rank that does not come say which call it missed: it is a habit to save on rank 0 alone."""
+    before = transport.where
+    transport.where = f"{before.rpartition(', ')[0]}, {call} (every rank must call it)".removeprefix(", ")
+    yield
+    transport.where = before
 
 
 def full_values(
@@ -86,7 +97,8 @@ def load_full_state_dict(module: nn.Module, parts: Parts, state: Mapping[str, An
     """
     transport = parts.transport
     wrong = _mismatches(module, state, strict=strict) if transport.rank == 0 else []
-    failed = transport.exchange(torch.tensor([float(len(wrong))], dtype=torch.float64), "check of a state dict")
+    with _saying(transport, "load_state_dict"):
+        failed = transport.exchange(torch.tensor([float(len(wrong))], dtype=torch.float64), "check of a state dict")
     if failed[0, 0] > 0:
         raise EngineStateError(
             "load_state_dict: "

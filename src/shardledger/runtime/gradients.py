@@ -8,7 +8,7 @@ reduced   1-D                 sums over ranks and micro-batches, not yet divided
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -168,6 +168,29 @@ class FlatGradients:
         if self.partial is not None:
             self.partial = TreeSum()
             self.partial.add(shard)
+
+    def resume(
+        self, present: Sequence[bool], rounds: Sequence[bool], *, has_sum: bool, dtype: torch.dtype | None
+    ) -> torch.Tensor | None:
+        """Go on in the middle of a window, after ``clear`` and after the sum was put where ``sum_so_far`` finds it.
+
+        ``rounds``: parameters with gradients that only this rank has seen, kept in ``dtype``. Returns the buffer that
+        the caller fills with those, None when there are none.
+        """
+        self.has_sum = has_sum
+        self.present = list(present)
+        self._round = list(rounds)
+        if has_sum:
+            self._move(GradState.PENDING)
+            self._move(GradState.REDUCING)
+            self._move(GradState.REDUCED)
+            self.local = None if self.shared else self._kept
+        if any(rounds):
+            self._move(GradState.PENDING)
+            if self.local is None and dtype is not None:
+                self.local = self._empty(dtype)
+        self._show(held=True)
+        return self.local if any(rounds) else None
 
     def unreduced(self, index: int) -> torch.Tensor | None:
         """This rank's gradient of one parameter that no other rank has seen, 1-D; None when there is none."""

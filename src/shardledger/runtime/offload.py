@@ -177,8 +177,8 @@ class Offload:
             self.link.to_device(tile.masters(), part).wait()
 
     def on_host(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient where the optimizer steps: as it is, or a copy in host memory."""
-        if self.link is None or gradient.device.type == "cpu":
+        """A reduced gradient of the device where the optimizer steps: as it is, or a copy in host memory."""
+        if self.link is None:
             return gradient
         copy = torch.empty_like(gradient, device="cpu")
         self.link.to_host(gradient, copy, add=False).wait()

@@ -26,6 +26,8 @@ class Shards:
         self._followers: dict[tuple[int, int], int] = {}
         """Which flat was filled after two others, by ``id``."""
         self._last = (0, 0)
+        self._first = 0
+        """The flat that a step begins with: read ahead at the end of the step before, it would be void."""
 
     def fill(self, flat: FlatParameters) -> None:
         """Copy this rank's shard into the full flat, which has its memory."""
@@ -88,5 +90,7 @@ class Shards:
         self._last = (before[1], key)
         self._followers[before] = key
         follower = self._followers.get(self._last)
-        if follower is not None and follower not in self._reading and self._free:
+        self._first = self._first or key
+        wanted = follower is not None and follower != self._first and follower not in self._reading
+        if wanted and follower is not None and self._free:
             self._reading[follower] = self._start(follower)

@@ -111,8 +111,12 @@ class Stepper:
             piece.values.grad = None
 
     def _sum_of(self, factor: float, flat: FlatParameters) -> torch.Tensor | None:
-        """The scaled gradient of a flat."""
-        return next((scaled_sum(g, factor) for g in self._gradients if g.flat is flat), None)
+        """The scaled gradient of a flat, where its optimizer step is taken."""
+        gradients = next(g for g in self._gradients if g.flat is flat)
+        found = scaled_sum(gradients, factor)
+        if found is None or self.offload is None or not flat.homes.moved or gradients.sum_is_away:
+            return found
+        return self.offload.on_host(found)
 
     def _run_optimizer(self) -> None:
         self.running = True

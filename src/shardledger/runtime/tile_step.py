@@ -69,7 +69,6 @@ class TileStep:
         for tile in self._offload.in_turn(tiles, self._optimizer):
             if tile.flat is not of:
                 of, gradient = tile.flat, sum_of(tile.flat)
-                gradient = None if gradient is None else self._offload.on_host(gradient)
             for piece in tile.pieces:
                 point(piece, gradient, present)
             with self._only(tile.pieces):

@@ -24,8 +24,8 @@ from shardledger.runtime.state_pieces import (
     read_values,
     replicate_values,
 )
-from shardledger.runtime.states import GradState
 from shardledger.runtime.step import Stepper
+from shardledger.runtime.window import check_counted, held_gradients, position, position_here, take_over
 
 if TYPE_CHECKING:
     from shardledger.runtime.engine import Engine
@@ -52,19 +52,11 @@ class TrainingState:
         """Check that nothing is under way.
 
         Raises:
-            EngineStateError: a backward pass or an accumulation window is unfinished, or parameters are gathered.
+            EngineStateError: a backward pass is unfinished or its micro-batch not counted, or parameters are gathered.
         """
-        parts = self._parts
         self._check_idle("save_checkpoint")
-        window, accumulation = parts.progress.window, self.plan.step.accumulation
-        pending = any(g.state is not GradState.EMPTY for unit in parts.units for g in unit.gradients)
-        if window or pending:
-            raise EngineStateError(
-                f"save_checkpoint was called inside an accumulation window ({window} of {accumulation} micro-batches "
-                f"stepped, gradients {'present' if pending else 'absent'}): a checkpoint holds no gradients. Save after "
-                f"the engine.step() that updates the weights, or call engine.flush() or engine.zero_grad() first."
-            )
-        parts.watch.check()
+        check_counted(self._parts, "save_checkpoint")
+        self._parts.watch.check()
 
     def ready_to_load(self) -> None:
         """Drop what has been accumulated.
@@ -103,6 +95,7 @@ class TrainingState:
                 *held_states(parts.units[unit], self._stepper.pieces, self._engine.optimizer),
             ):
                 yield portion, tensor.clone() if away else tensor  # what rests on disk is gone after this loop
+        yield from held_gradients(parts.units[unit], parts.transport.rank)
 
     def numbers(self) -> Mapping[str, Mapping[str, Any]]:
         """Optimizer states that are plain numbers. Raises EngineStateError for those that are something else."""
@@ -119,6 +112,21 @@ class TrainingState:
         """Replace a unit's optimizer states."""
         with self._parts.at_hand(self._parts.units[unit].flats, write=True):
             read_states(self._parts.units[unit], self._stepper.pieces, self._engine.optimizer, source)
+
+    # --- the accumulation window ---------------------------------------------------------------------------------
+
+    def window(self) -> Mapping[str, Any] | None:
+        """This rank's position in an accumulation window; None at its beginning."""
+        return position(self._parts, self._stepper.scaler.scale)
+
+    def check_window(self, windows: Sequence[Mapping[str, Any]], *, same: bool) -> None:
+        """Raise EngineStateError when the engine cannot go on in that window."""
+        position_here(self._parts, windows, same=same)
+
+    def read_window(self, windows: Sequence[Mapping[str, Any]], source: StateSource, *, same: bool) -> None:
+        """Go on in the window that each saved rank was in. No collective."""
+        take_over(self._parts, windows, source, same=same, loss_scale=self._stepper.scaler.scale)
+        self._parts.executor.boundary = self._engine.is_gradient_accumulation_boundary()
 
     @property
     def _stepper(self) -> Stepper:

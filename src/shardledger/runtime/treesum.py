@@ -13,27 +13,28 @@ class TreeSum:
     """
 
     def __init__(self) -> None:
-        self._parts: list[tuple[int, torch.Tensor]] = []
+        self.parts: list[tuple[int, torch.Tensor]] = []
+        """Sums that wait for the next: how many tensors are in each, and their sum; the counts fall."""
 
     def add(self, tensor: torch.Tensor) -> None:
         """Add the next tensor."""
         count = 1
-        while self._parts and self._parts[-1][0] == count:
-            left = self._parts.pop()[1]
+        while self.parts and self.parts[-1][0] == count:
+            left = self.parts.pop()[1]
             tensor = left.add_(tensor)
             count *= 2
-        self._parts.append((count, tensor))
+        self.parts.append((count, tensor))
 
     def so_far(self) -> torch.Tensor:
         """The sum of all until now, in a new tensor; more may be added."""
-        total = self._parts[-1][1].clone()
-        for _, left in reversed(self._parts[:-1]):
+        total = self.parts[-1][1].clone()
+        for _, left in reversed(self.parts[:-1]):
             total = left + total
         return total
 
     def total(self) -> torch.Tensor:
         """The sum of all; ends the use of this object."""
-        total = self._parts.pop()[1]
-        while self._parts:
-            total = self._parts.pop()[1].add_(total)
+        total = self.parts.pop()[1]
+        while self.parts:
+            total = self.parts.pop()[1].add_(total)
         return total

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,8 +55,12 @@ class RunFolder:
             self.check_unused()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass  # a folder that is there may still be one that nobody can write to
         except OSError as error:
-            raise ConfigError(f"the run folder {self.path} cannot be made: {error.strerror or error}.") from error
+            raise ConfigError(
+                f"the run folder {self.path} cannot be made or written: {error.strerror or error}."
+            ) from error
 
     def forget_after(self, step: int) -> None:
         """Drop the records of steps after ``step``: a run that goes on from there takes them again."""

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from shardledger.checkpoint.manifest import BUFFER, MODEL_CONFIG_NAME
+from shardledger.checkpoint.manifest import BUFFER, MODEL_CONFIG_NAME, VALUES
+from shardledger.checkpoint.stream import Promise, write_safetensors
 from shardledger.checkpoint.tools.find import Stored
-from shardledger.checkpoint.tools.stream import Promise, write_safetensors
 from shardledger.checkpoint.tools.tensors import StoredTensors, dtype_named
+from shardledger.checkpoint.tools.verify import file_problems
 from shardledger.errors import CheckpointError
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -62,13 +63,15 @@ def export(
         tied: whether the other names of a weight get a copy of it.
 
     Raises:
-        CheckpointError: ``out`` is in use, the checkpoint lacks weights, or the disk is full; nothing is left behind.
+        CheckpointError: ``out`` is in use, the checkpoint lacks weights or is damaged, or the disk is full; nothing is
+            left behind.
     """
     check_out(out)
     tensors = StoredTensors(stored)
     promises = list(_promises(tensors, dtype, tied=tied))
     if not promises:
         raise CheckpointError(f"{stored.folder} holds no parameters.")
+    _check_files(stored)
     draft = out.absolute().with_name(f".{out.absolute().name}.part")
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -123,6 +126,14 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise CheckpointError(f"{text!r} is no size of a file; write for example 5GB, 500MB or 2GiB.")
     return size
+
+
+def _check_files(stored: Stored) -> None:
+    """Refuse to pass on values that are not those that were saved."""
+    records = (r for r in stored.manifest.files if any(entry.role in VALUES for entry in r.entries))
+    problems = [problem for record in records for problem in file_problems(stored.folder / record.name, record)]
+    if problems:
+        raise CheckpointError(f"{stored.folder} is damaged: {'; '.join(problems)}. Export another checkpoint.")
 
 
 def _promises(tensors: StoredTensors, dtype: torch.dtype, *, tied: bool) -> Iterator[Promise]:

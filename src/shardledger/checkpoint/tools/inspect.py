@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardledger.checkpoint.manifest import BUFFER, MASTER, VALUES, WEIGHT, Entry, Manifest
+from shardledger.checkpoint.manifest import BUFFER, GRADIENT, MASTER, WEIGHT, Entry, Manifest
 from shardledger.checkpoint.tools.find import Stored
 from shardledger.plan.spec import DTYPE_BYTES
+
+OPTIMIZER = "optimizer states"
+_CATEGORIES = {MASTER: "master weights", WEIGHT: "frozen weights", BUFFER: "buffers"}
 
 
 def describe(stored: Stored) -> dict[str, Any]:
@@ -19,6 +22,7 @@ def describe(stored: Stored) -> dict[str, Any]:
         "path": str(stored.folder),
         "step": manifest.step,
         "stage": manifest.stage,
+        "micro_batches_after_step": manifest.window[0]["micro_batches"] if manifest.window else 0,
         "world": manifest.world,
         "precision": manifest.precision,
         "versions": dict(manifest.versions),
@@ -34,7 +38,7 @@ def describe(stored: Stored) -> dict[str, Any]:
         "files": len(manifest.files),
         "optimizer": optimizer and {
             "class": optimizer.class_name,
-            "states": sorted({e.role for _, e in manifest.entries()} - set(VALUES)),
+            "states": sorted({e.role for _, e in manifest.entries() if _category(e.role) == OPTIMIZER}),
             "param_groups": [{**g.options, "tensors": len(g.names)} for g in optimizer.param_groups],
         },
         "scheduler": manifest.scheduler if "scheduler" not in manifest.in_shared else "in shared.pt",
@@ -48,15 +52,18 @@ def describe(stored: Stored) -> dict[str, Any]:
 
 def sizes(manifest: Manifest) -> dict[str, int]:
     """Bytes by category; they add up to ``total``, the size of all files but the manifest."""
-    found = {"master weights": 0, "frozen weights": 0, "buffers": 0, "optimizer states": 0}
-    category = {MASTER: "master weights", WEIGHT: "frozen weights", BUFFER: "buffers"}
+    found = dict.fromkeys((*_CATEGORIES.values(), OPTIMIZER, "gradients"), 0)
     for _, entry in manifest.entries():
-        found[category.get(entry.role, "optimizer states")] += _bytes(entry)
+        found[_category(entry.role)] += _bytes(entry)
     tensor_files = sum(file.bytes for file in manifest.files if file.entries)
     found["file headers"] = tensor_files - sum(found.values())
     found["random numbers and other state"] = manifest.bytes - tensor_files
     found["total"] = manifest.bytes
     return found
+
+
+def _category(role: str) -> str:
+    return "gradients" if role.startswith(GRADIENT) else _CATEGORIES.get(role, OPTIMIZER)
 
 
 def differences(one: Manifest, other: Manifest) -> dict[str, tuple[Any, Any]]:
