@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader, Dataset
 from shardledger.checkpoint.checkpoints import Checkpoints
 from shardledger.checkpoint.checkpoints import Settings as CheckpointSettings
 from shardledger.config import Config, load_config
-from shardledger.config.quantities import byte_size
+from shardledger.config.quantities import bandwidth as bytes_per_second
+from shardledger.config.quantities import byte_size, flop_rate
 from shardledger.errors import ConfigError, DoesNotFitError, RanksDisagreeError
 from shardledger.layout.build import Layout, build_layout
 from shardledger.ledger.bounds import Bounds
+from shardledger.ledger.row import Row
 from shardledger.plan.build import build_plan
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Home, Role
@@ -55,6 +57,8 @@ from shardledger.workload.training_loader import PositionedSampler, TrainingLoad
 
 if TYPE_CHECKING:
     from shardledger.forecast import Forecast
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         ConfigError: the configuration or an argument is wrong; raised before anything is allocated.
         PlanError: the model cannot be laid out.
         DoesNotFitError: states and the largest unit alone exceed ``shardledger.device_memory``, or what CUDA has free;
-            raised before anything is allocated.
+            or, with ``training_data``, a dry run of a step exceeds the former; raised before anything is allocated.
         RanksDisagreeError: ranks were given different models or configurations.
     """
     if not isinstance(model, nn.Module):
@@ -125,7 +129,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     plan = build_plan(settings, spec, world=place.world)
     check_recipe(recipe, sharded=plan.is_sharded(Role.OPTIM), offloaded=plan.offload.optimizer is not Home.DEVICE)
     layout = build_layout(plan, spec)
-    bounds = _bounds(settings, spec, place, recipe)
+    bounds = _bounds(settings, spec, place, recipe, target)
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     transport, created = _join(place, target, plan, may_create=dist_init_required is not False)
     _pin(plan, target)
@@ -133,8 +137,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     parts: Parts | None = None
     try:
         _compare(plan, transport)
-        _refuse_what_cannot_fit(bounds, settings, target, model, transport)
         wanted = _Wanted(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
+        _refuse_what_cannot_fit(bounds, settings, target, (model, wanted), transport)
         trained = [p.name for p in spec.parameters if p.trainable]
         groups = groups_of(_group_source(wanted), parameter_names(model), trained)
         site = Site(model, plan, layout, transport, target, _offload(plan, layout, (recipe, groups), transport, target))
@@ -183,6 +187,11 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
     trainable: str = "all",
     device: str = "cuda",
     framework: str | int | None = None,
+    memory_budget: str | int | None = None,
+    bandwidth: str | float | None = None,
+    flops: str | float | None = None,
+    per_machine: int = 8,
+    task_samples: int | None = None,
 ) -> Forecast:
     """Predict every byte of one rank, for every stage, offload and recomputation. Needs no GPU and no process group.
 
@@ -202,6 +211,12 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
         device: ``"cuda"``: ranks talk as NCCL's do and the model comes from the host; ``"cpu"``: as gloo's do, and the
             model counts.
         framework: what the process has on the device before the model, ``"0.6GiB"`` or bytes; None counts nothing.
+        memory_budget: recommend, for every unit, the cheapest choice whose peak stays under it, as ``"stage": "auto"``
+            would choose; instead of ``device_memory``.
+        bandwidth: what a rank sends per second, as ``"50GB/s"``; flops: what it computes, as ``"400TFLOP/s"``. With both,
+            the recommendation knows whether stage 3's traffic hides.
+        per_machine: ranks that share the memory of one machine.
+        task_samples: samples there are to learn from; few make it name adapters first.
 
     Returns:
         ``rows``, one for each choice (``shardledger.ledger.row.Row``); ``recommended`` with its ``row`` and ``reasons``
@@ -211,31 +226,41 @@ def plan(  # noqa: PLR0913  # what the command asks, asked from Python
         ConfigError: the configuration, the model's name or an argument is wrong.
         PlanError: the model cannot be laid out, or cannot be run without values.
     """
-    from shardledger.forecast import Question, forecast  # half a second that training does without
+    from shardledger.budget import within  # half a second that training does without
+    from shardledger.forecast import Links, Question, forecast
 
     if world_size < 1:
         raise ConfigError(f"plan: world_size = {world_size}; at least one rank is needed.")
+    if memory_budget is not None and device_memory is not None:
+        raise ConfigError("plan: memory_budget and device_memory are two questions; ask one of them.")
     sizes = () if micro_batch is None else (micro_batch,) if isinstance(micro_batch, int) else tuple(micro_batch)
-    return forecast(
-        Question(
-            model=model,
-            config=config,
-            world=world_size,
-            micro_batches=sizes,
-            seq_len=seq_len,
-            batch=batch,
-            trainable=trainable,
-            device=device,
-            device_memory=_bytes("device_memory", device_memory),
-            host_memory=_bytes("host_memory", host_memory),
-            framework_bytes=_bytes("framework", framework) or 0,
-        )
+    question = Question(
+        model=model,
+        config=config,
+        world=world_size,
+        micro_batches=sizes,
+        seq_len=seq_len,
+        batch=batch,
+        trainable=trainable,
+        device=device,
+        device_memory=_amount("device_memory", device_memory, byte_size),
+        host_memory=_amount("host_memory", host_memory, byte_size),
+        framework_bytes=_amount("framework", framework, byte_size) or 0,
+        links=Links(
+            bandwidth=_amount("bandwidth", bandwidth, bytes_per_second),
+            flops=_amount("flops", flops, flop_rate),
+            ranks_per_machine=per_machine,
+            task_samples=task_samples,
+        ),
     )
+    found = forecast(question)
+    budget = _amount("memory_budget", memory_budget, byte_size)
+    return found if budget is None else within(question, found, budget)
 
 
-def _bytes(name: str, amount: str | int | None) -> int | None:
+def _amount(name: str, amount: Any, read: Callable[[object], Number]) -> Number | None:
     try:
-        return None if amount is None else byte_size(amount)
+        return None if amount is None or amount == 0 and name == "framework" else read(amount)
     except ValueError as error:
         raise ConfigError(f"plan: {name}: {error}.") from None
 
@@ -251,20 +276,24 @@ def _decide(settings: Config, model: nn.Module, place: Place, device: torch.devi
     return decided
 
 
-def _bounds(settings: Config, spec: ModelSpec, place: Place, recipe: Any) -> Bounds:
+def _bounds(settings: Config, spec: ModelSpec, place: Place, recipe: Any, device: torch.device) -> Bounds:
     return Bounds(
         stage=settings.zero_optimization.stage,
         rank=place.rank,
         model=spec,
         optimizer=probe_recipe(recipe),
         make_plans=lambda: at_every_stage(settings, spec, world=place.world),
+        one_memory=_is_host_memory(device),
     )
 
 
 def _refuse_what_cannot_fit(
-    bounds: Bounds, settings: Config, device: torch.device, model: nn.Module, transport: Transport
+    bounds: Bounds, settings: Config, device: torch.device, what: tuple[nn.Module, _Wanted], transport: Transport
 ) -> None:
-    """Before anything is allocated: a plan whose states alone are too large is refused, on all ranks together.
+    """Before anything is allocated: a plan that is too large is refused, on all ranks together.
+
+    Without a batch that is one whose states and largest unit alone are. With ``training_data`` and
+    ``shardledger.device_memory`` a step is run dry, and its highest moment counts.
 
     Raises:
         DoesNotFitError: with the bytes by category and what would help.
@@ -272,10 +301,14 @@ def _refuse_what_cannot_fit(
     budget, where = settings.shardledger.device_memory, "shardledger.device_memory"
     if budget is None and device.type == "cuda":
         where = f"free on {device}"
-        budget = torch.cuda.mem_get_info(device)[0] + _bytes_on(device, model)
+        budget = torch.cuda.mem_get_info(device)[0] + _bytes_on(device, what[0])
     if budget is None:
         return
-    short = torch.tensor([max(0, bounds.row.total - budget)], dtype=torch.float64)
+    foreseen = None
+    if bounds.row.total <= budget == settings.shardledger.device_memory:
+        foreseen = _foresee(settings, what, transport.world, device)
+    need = max(bounds.row.total, foreseen.total if foreseen is not None else 0)
+    short = torch.tensor([max(0, need - budget)], dtype=torch.float64)
     missing = [row[0] for row in transport.exchange(short, "comparison with the device memory").tolist()]
     ranks = [rank for rank, bytes_missing in enumerate(missing) if bytes_missing]
     if not ranks:
@@ -284,7 +317,18 @@ def _refuse_what_cannot_fit(
         raise DoesNotFitError(
             f"rank {transport.rank}: the plan does not fit the device of ranks {ranks}; they say why."
         )
-    raise DoesNotFitError(bounds.refusal(budget, where))
+    raise DoesNotFitError(bounds.refusal(budget, where, foreseen))
+
+
+def _foresee(settings: Config, what: tuple[nn.Module, _Wanted], world: int, device: torch.device) -> Row | None:
+    """The highest moment of a step, where the batch is known."""
+    model, wanted = what
+    if wanted.training_data is None or wanted.optimizer is not None:
+        return None
+    from shardledger.budget import batch_of, foreseen  # the dry run needs half a second to import
+
+    batch = batch_of(wanted.training_data, wanted.collate_fn, settings.train_micro_batch_size_per_gpu)
+    return foreseen(settings, model, batch, world=world, device=device.type)
 
 
 def _bytes_on(device: torch.device, model: nn.Module) -> int:

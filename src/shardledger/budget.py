@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from shardledger.config import Config
-from shardledger.errors import ConfigError
+from shardledger.errors import ConfigError, PlanError
 from shardledger.forecast import (
     Forecast,
     Question,
@@ -26,6 +26,7 @@ from shardledger.forecast import (
 from shardledger.ledger import state_bytes
 from shardledger.ledger.choose import choice
 from shardledger.ledger.mixed import Mix, Price, cheapest_mix
+from shardledger.ledger.recommend import Recommendation
 from shardledger.ledger.row import Row
 
 NO_BATCH = (
@@ -63,6 +64,36 @@ def decide(
     rows = rows_to_choose_from(found)
     row = cheapest_mix(rows, budget, units_of(found), pricing(question))
     return decided(config, row, choice(row, rows, budget))
+
+
+def within(question: Question, found: Forecast, budget: int) -> Forecast:
+    """``found`` with the cheapest choice for every unit under ``budget`` recommended; its row joins the others.
+
+    Raises:
+        DoesNotFitError: nothing fits.
+    """
+    host = question.host_memory
+    here = min(question.world, question.links.ranks_per_machine)
+    rows = [row for row in rows_to_choose_from(found) if host is None or row.host_bytes * here <= host]
+    row = cheapest_mix(rows, budget, units_of(found), pricing(question))
+    answer = Recommendation(row=row, reasons=(choice(row, rows, budget),))
+    return replace(found, rows=found.rows if row in found.rows else (*found.rows, row), recommended=answer)
+
+
+def foreseen(
+    config: Config, model: nn.Module | Callable[[], nn.Module], batch: Sequence[Any], *, world: int, device: str
+) -> Row | None:
+    """The highest moment of a run of ``config`` with batches like this one, for the rank that holds the most.
+
+    None where it cannot be foreseen: a model that cannot be run without values, or whose output is no loss.
+    """
+    question = Question(model=model, config=config, world=world, batch=tuple(batch), device=device)
+    try:
+        make_model = model_maker(question)
+        found = rehearse(question, config, describe_model(make_model), make_model)
+    except (PlanError, ConfigError):
+        return None
+    return _of_the_heaviest_rank(row_of(question, found), found)
 
 
 def decided(config: Config, row: Row, why: str = "chosen by the memory budget") -> Config:

@@ -21,7 +21,7 @@ from shardledger.errors import ConfigError, PlanError
 from shardledger.layout.build import Layout, build_layout
 from shardledger.ledger.categories import CATEGORIES
 from shardledger.ledger.fit import Situation
-from shardledger.ledger.offload import Offloaded, choices, offloaded, with_offload
+from shardledger.ledger.offload import Offloaded, choice_of, choices, offloaded, with_offload
 from shardledger.ledger.recommend import Recommendation, recommend
 from shardledger.ledger.row import Row
 from shardledger.ledger.saves import SaveBytes, save_bytes
@@ -44,6 +44,19 @@ DEFAULT_CONFIG: Mapping[str, Any] = {
 """What is planned without a configuration."""
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What a recommendation reads beside memory; None: not known."""
+
+    bandwidth: float | None = None
+    """Bytes per second that a rank sends to others."""
+    flops: float | None = None
+    """Operations per second of a rank."""
+    ranks_per_machine: int = 8
+    task_samples: int | None = None
+    """Samples there are to learn from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +88,8 @@ class Question:
     """Bytes of one device; None: nothing is recommended."""
     host_memory: int | None = None
     """Bytes of one machine."""
+    links: Links = field(default_factory=Links)
+    """How fast, and how much there is to learn from: for the recommendation."""
     rank: int = 0
 
 
@@ -141,7 +156,8 @@ def forecast(question: Question) -> Forecast:
                 runs[stage, checkpointing, micro_batch] = found
                 rows += rows_of(question, found)
     if not rows:
-        raise ConfigError(*notes)
+        same = {note.partition(": ")[2] for note in notes}
+        raise ConfigError(*(same if len(same) == 1 else dict.fromkeys(notes)))
     answer = None if question.device_memory is None else recommend(rows, situation_of(question, base, spec))
     return Forecast(spec, tuple(rows), runs, tuple(dict.fromkeys(notes)), answer)
 
@@ -149,7 +165,14 @@ def forecast(question: Question) -> Forecast:
 def situation_of(question: Question, base: Config, spec: ModelSpec) -> Situation:
     """What the rows must fit into."""
     assert question.device_memory is not None
+    micro_batch = max(question.micro_batches or (base.train_micro_batch_size_per_gpu,))
+    links = question.links
     return Situation(
+        bandwidth=links.bandwidth,
+        flops=links.flops,
+        ranks_per_machine=links.ranks_per_machine,
+        task_samples=links.task_samples,
+        tokens=micro_batch * question.seq_len * base.gradient_accumulation_steps if question.batch is None else None,
         device_memory=question.device_memory,
         host_memory=question.host_memory,
         world=question.world,
@@ -195,17 +218,17 @@ def rows_of(question: Question, found: Rehearsed) -> list[Row]:
     return [row_of(question, found, c) for c in choices(sharded=sharded, one_memory=question.device == "cpu")]
 
 
-def row_of(question: Question, found: Rehearsed, choice: str) -> Row:
-    """The highest moment of a step under one choice of offload."""
+def row_of(question: Question, found: Rehearsed, choice: str | None = None) -> Row:
+    """The highest moment of a step under one choice of offload; None: that of its plan."""
     cpu = question.device == "cpu"
-    plan = with_offload(found.plan, choice)
+    plan = found.plan if choice is None else with_offload(found.plan, choice)
     moved = offloaded(plan, found.layout, found.run.optimizer_bytes, question.rank, one_memory=cpu)
     held, phase, unit = highest({**found.run.peaks, "checkpoint": found.while_saving(question)}, moved)
     held["framework"] += question.framework_bytes
     crossing = tier_bytes(plan, found.layout, found.run.optimizer_bytes, question.rank, one_memory=cpu)
     return Row(
         stage=found.plan.stage,
-        offload=choice,
+        offload=choice_of(plan),
         checkpointing=found.config.shardledger.activation_checkpointing,
         micro_batch=found.plan.step.micro_batch,
         **{category: held[category] for category in CATEGORIES},

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from shardledger.ledger.fit import Situation
+from shardledger.ledger.recommend import recommend
 from support.memory import PeakMeter
 from support.models import Stack, numbers
 from support.ranks import run_ranks
+from support.rows import GIB, rows_of
 from support.training import group
 
 STAGES = (0, 1, 2, 3)
@@ -52,3 +55,10 @@ def test_states_fall_with_the_stage_and_buckets_are_no_larger_than_a_unit_needs(
             # A few units in flight: gathered ones, gradients on their way and what they are received into.
             assert measured["communication"] <= 6 * UNIT * 4, f"stage {stage}"
             assert peak <= sum(measured[category] for category in STATE) + 8 * UNIT * 4, f"stage {stage}"
+
+
+@pytest.mark.parametrize("parameters", [1e6, 1e7])
+def test_advice_for_a_small_model_is_that_nothing_needs_to_be_sharded(parameters):
+    situation = Situation(device_memory=16 * GIB, world=2, parameters=int(parameters))
+    answer = recommend(rows_of(parameters, 2, activations=0.1), situation)
+    assert answer.row.stage == 0 and "Nothing needs to be sharded" in answer.reason

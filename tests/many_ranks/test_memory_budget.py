@@ -10,7 +10,7 @@ from shardledger.errors import ConfigError, DoesNotFitError
 from support.ranks import run_ranks
 from support.training import group
 
-SEQ, MICRO, BUDGETS = 32, 4, 15
+SEQ, MICRO, BUDGETS = 32, 4, 30
 
 
 def make_small_model():
@@ -37,7 +37,7 @@ def open_config(budget, precision="fp32", recompute=False):
 
 
 def chosen_for_random_budgets(precision, world=2):
-    """For 15 random budgets, and those that exactly one more byte would break: (budget, chosen row)."""
+    """For 30 random budgets, and those that exactly one more byte would break: (budget, chosen row)."""
     from shardledger.budget import pricing, rows_to_choose_from, units_of
     from shardledger.config import load_config
     from shardledger.forecast import Question, forecast
@@ -71,10 +71,10 @@ def measured_peaks(rows, precision):
     return peaks
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_measured_peak_is_under_every_budget(precision):
+def test_the_measured_peak_is_under_every_budget():
     from shardledger.ledger.choose import cheapest, cost
 
+    precision = "bf16"
     rows, found = chosen_for_random_budgets(precision)
     unique = list(dict.fromkeys(row for _, row in found))
     assert sum(bool(row.unit_stages) for row in unique) >= 2 and sum(bool(row.recomputed_units) for row in unique) >= 2

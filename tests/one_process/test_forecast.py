@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardledger as sl
+from shardledger.forecast import Links, Question, base_config, situation_of
 from shardledger.ledger import CATEGORIES
+from shardledger.ledger.traffic import Speed
 from shardledger.workload import GPT, GPTConfig
 
 SHAPE = GPTConfig(layers=3, heads=2, width=64, context=32)
@@ -96,6 +98,21 @@ def test_a_choice_is_recommended_when_the_memory_is_known(found):
     assert plan(device_memory="1GiB").recommended.row.stage == 0
 
 
+def test_a_budget_and_the_speed_of_links_are_questions_from_python_too(found):
+    leanest = min(row.total for row in found.rows if row.offload == "none")
+    under = plan(memory_budget=leanest)
+    row = under.recommended.row
+    assert row.total <= leanest and row in under.rows
+    assert "memory budget" in under.recommended.reason
+    totals = {r.stage: r.total for r in found.rows if r.offload == "none" and not r.checkpointing}
+    question = Question(
+        model="gpt:1m", world=4, device_memory=totals[3], links=Links(bandwidth=1e9, flops=1e15, task_samples=5)
+    )
+    situation = situation_of(question, base_config(question), found.spec)
+    assert (situation.speed, situation.tokens) == (Speed(bandwidth=1e9, flops=1e15), 1024)
+    assert situation.task_samples == 5
+
+
 def test_branches_on_values_go_the_way_of_a_whole_batch():
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -120,6 +137,8 @@ def test_branches_on_values_go_the_way_of_a_whole_batch():
         ({"model": lambda: 3}, sl.ConfigError, "returned a int, not a torch.nn.Module"),
         ({"config": {"optimiser": {}}}, sl.ConfigError, "optimizer"),
         ({"trainable": "lora:r=0"}, sl.ConfigError, "lora:r=16"),
+        ({"bandwidth": 5}, sl.ConfigError, "bandwidth: .*5GB/s"),
+        ({"memory_budget": "1GiB", "device_memory": "2GiB"}, sl.ConfigError, "ask one of them"),
         ({"device_memory": "80G"}, sl.ConfigError, "device_memory: .*80GiB"),
         ({"model": Pairs}, sl.PlanError, "cannot be run without values.*tokens and targets"),
     ],

@@ -8,7 +8,13 @@ from torch import nn
 
 import shardledger as sl
 from shardledger.cli.exits import DOES_NOT_FIT, exit_code
+from shardledger.config import load_config
 from shardledger.errors import DoesNotFitError
+from shardledger.layout.build import build_layout
+from shardledger.ledger import OptimizerBytes
+from shardledger.ledger.lower_bound import at_least
+from shardledger.plan.build import build_plan
+from shardledger.runtime.describe import describe
 from shardledger.runtime.out_of_memory import asked_bytes, is_out_of_memory
 from shardledger.runtime.parameters import FlatParameters
 from support.ranks import run_ranks
@@ -220,6 +226,32 @@ def test_a_plan_that_fits_is_not_refused():
         else:
             engine.destroy()
             assert fits
+
+
+def test_with_training_data_the_whole_step_is_foreseen_and_without_it_only_what_no_batch_could_save():
+    width, samples = 512, 256
+    memory = 16 * 4 * width * (width + 1) + 2**20  # states, and a MiB for activations that take several
+    settings = {**config(0, device_memory=memory), "train_micro_batch_size_per_gpu": samples}
+    data = [torch.zeros(width)] * samples
+    with pytest.raises(DoesNotFitError) as caught:
+        sl.initialize(model=Model(width), config=settings, training_data=data, device="cpu")
+    message = str(caught.value)
+    assert "is predicted to need" in message and "in backward" in message
+    assert "halve the micro-batch" in message and "activations" in message
+    sl.initialize(model=Model(width), config=settings, device="cpu")[0].destroy()
+    roomy = {**settings, "shardledger": {"device_memory": memory + 16 * 2**20}}
+    sl.initialize(model=Model(width), config=roomy, training_data=data, device="cpu")[0].destroy()
+
+
+def test_states_that_rest_elsewhere_do_not_count_against_the_device():
+    spec = describe(Model(64))
+    settings = {**config(1), "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    away = {**settings, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+    numel = 4 * 64 * 65
+    for content, one_memory, less in ((settings, False, 0), (away, False, 16 * numel), (away, True, 0)):
+        plan = build_plan(load_config(content), spec, world=1)
+        row = at_least(plan, build_layout(plan, spec), OptimizerBytes(8, 0, states=(4, 4)), 0, one_memory=one_memory)
+        assert row.total == 20 * numel - less  # masters, moments and summed gradients are away
 
 
 def refused_on_this_rank():

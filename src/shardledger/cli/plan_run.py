@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardledger.cli.plan_question import Planned, Question
 from shardledger.ledger.amounts import gib
+from shardledger.ledger.plot import Moment
 from shardledger.ledger.row import Row
 
 if TYPE_CHECKING:
@@ -55,11 +56,15 @@ def run_planner(question: Question) -> Planned:
         rows=found.rows,
         parameters=found.spec.numel,
         trained=sum(p.numel for p in found.spec.parameters if p.trainable),
-        timeline=first.run.timeline,
-        timelines={(stage, again): made.run.timeline for (stage, again, _), made in found.runs.items()},
+        timeline=_timeline(first, framework),
+        timelines={(stage, again): _timeline(made, framework) for (stage, again, _), made in found.runs.items()},
         notes=(*note, _saves(first), *found.notes),
         within=within,
     )
+
+
+def _timeline(made: Rehearsed, framework: int) -> list[Moment]:
+    return [(phase, unit, nbytes + framework) for phase, unit, nbytes in made.run.timeline]
 
 
 def _saves(made: Rehearsed) -> str:

@@ -26,6 +26,8 @@ class Bounds:
     optimizer: OptimizerBytes
     make_plans: Callable[[], Sequence[Plan]]
     """Plans of stages 0 to 3."""
+    one_memory: bool = True
+    """Whether ranks compute in host memory."""
 
     @cached_property
     def plans(self) -> Sequence[Plan]:
@@ -47,14 +49,24 @@ class Bounds:
         numel = self.plans[self.stage].communication.reduce_bucket_numel if row.activations else None
         return remedies(row, in_place_of(row, self.rows), budget, buckets_numel=numel)
 
-    def refusal(self, budget: int, where: str) -> str:
-        """The message for a device with ``budget`` bytes (``where`` says who said so)."""
+    def refusal(self, budget: int, where: str, foreseen: Row | None = None) -> str:
+        """The message for a device with ``budget`` bytes (``where`` says who said so).
+
+        ``foreseen``: the highest moment of a dry run, where one was made; the bound exceeds the budget where it does not.
+        """
         row = self.row
+        what = (
+            f"its states and the largest unit ({row.peak_unit or 'none'}) alone need {gib(row.total)} of {gib(budget)} "
+            f"({where}), before any activation"
+        )
+        if row.total <= budget and foreseen is not None:
+            row = foreseen
+            what = f"it is predicted to need {gib(row.total)} in {row.peak_phase} of {gib(budget)} ({where})"
         return (
-            f"rank {self.rank}: stage {row.stage} cannot fit: its states and the largest unit ({row.peak_unit or 'none'}) "
-            f"alone need {gib(row.total)} of {gib(budget)} ({where}), before any activation.\n"
-            f"{table(row, budget)}\nwhat would help:\n{listing(self.advise(row, budget))}"
+            f"rank {self.rank}: stage {row.stage} cannot fit: {what}.\n{table(row, budget)}\n"
+            f"what would help:\n{listing(self.advise(row, budget))}"
         )
 
     def _row(self, plan: Plan) -> Row:
-        return at_least(plan, build_layout(plan, self.model), self.optimizer, self.rank)
+        layout = build_layout(plan, self.model)
+        return at_least(plan, layout, self.optimizer, self.rank, one_memory=self.one_memory)

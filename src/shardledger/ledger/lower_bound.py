@@ -8,6 +8,7 @@ from itertools import groupby
 
 from shardledger.layout.build import Layout
 from shardledger.layout.flat import FlatLayout
+from shardledger.ledger.offload import choice_of
 from shardledger.ledger.predict import OptimizerBytes, state_bytes
 from shardledger.ledger.row import Row
 from shardledger.ledger.traffic import Wire, sent_bytes
@@ -18,13 +19,14 @@ from shardledger.plan.spec import DTYPE_BYTES
 _STATES = ("params", "grads", "master", "optimizer")
 
 
-def at_least(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int) -> Row:
+def at_least(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int, *, one_memory: bool = True) -> Row:
     """A row that no run of the plan stays under; activations, buffers and temporaries are left out (0).
 
     From the second step on all states exist while a unit runs, and at the end of its backward pass its full weights and
-    full gradients do too, where they are sharded.
+    full gradients do too, where they are sharded. ``one_memory``: ranks compute in host memory, so that what rests there
+    counts.
     """
-    states = state_bytes(plan, layout, optimizer, rank)
+    states = state_bytes(plan, layout, optimizer, rank, one_memory=one_memory)
     largest, label = 0, ""
     for unit, flats in groupby(sorted(layout.flats, key=lambda flat: flat.unit), key=lambda flat: flat.unit):
         transient = sum(_transient(plan, flat) for flat in flats)
@@ -34,7 +36,7 @@ def at_least(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int) -
         stage=plan.stage,
         unit_stages=(),
         recomputed_units=(),
-        offload="none",
+        offload=choice_of(plan),
         checkpointing=any(unit.recompute for unit in plan.units),
         micro_batch=plan.step.micro_batch,
         **states,

@@ -36,6 +36,13 @@ def choices(*, sharded: bool, one_memory: bool) -> tuple[str, ...]:
     return tuple(choice for choice in found if not (one_memory and ":cpu" in choice))
 
 
+def choice_of(plan: Plan) -> str:
+    """The choice that ``plan`` makes."""
+    names = {home: name for name, home in _HOMES.items()}
+    parts = (("optimizer", plan.offload.optimizer), ("param", plan.offload.params))
+    return "+".join(f"{part}:{names[home]}" for part, home in parts if home in names) or "none"
+
+
 def with_offload(plan: Plan, choice: str) -> Plan:
     """``plan`` under one of ``OFFLOADS_OF_SHARDED_PARAMS``, with what the configuration's defaults are."""
     homes = dict(part.split(":") for part in choice.split("+")) if choice != "none" else {}

@@ -8,6 +8,7 @@ import torch
 
 from shardledger.layout.build import Layout
 from shardledger.ledger import CATEGORIES, OptimizerBytes, state_bytes
+from shardledger.ledger.offload import choice_of
 from shardledger.ledger.predict import tiers
 from shardledger.ledger.row import Row
 from shardledger.plan.plan import Plan
@@ -55,7 +56,7 @@ class Account:
         if parts.advise is not None:
             row = Row(
                 stage=self.plan.stage,
-                offload="none",
+                offload=choice_of(self.plan),
                 checkpointing=any(unit.recompute for unit in self.plan.units),
                 micro_batch=self.plan.step.micro_batch,
                 **{**live, "activations": live["activations"] + (wanted or 0)},
