@@ -255,7 +255,23 @@ class CheckpointSection(Section):
     keep_every: Positive | None = Field(None, description="those of steps that this divides stay beside the last ones")
 
 
-class ShardledgerSection(Section):
+class RanksSection(Section):
+    """Those keys of ``shardledger`` that say how the ranks work together."""
+
+    timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
+    transport: Literal["auto", "shared_memory", "gloo"] = Field(
+        "gloo",
+        description="how CPU ranks exchange payloads; auto: out of each other's memory where all are on one machine",
+    )
+    reproducible: Flag = Field(
+        False, description="results that depend on the global batch alone, not on the stage or the number of ranks"
+    )
+    checks: Literal["default", "full"] = Field(
+        "default", description="full: compare parameters and batches across ranks at every step"
+    )
+
+
+class ShardledgerSection(RanksSection):
     """The keys that DeepSpeed does not have."""
 
     units: tuple[str, ...] | None = Field(
@@ -284,17 +300,6 @@ class ShardledgerSection(Section):
     )
     max_consecutive_skips: Positive = Field(
         10, description="steps skipped in a row after which the run ends (a dynamic loss scale has its own end)"
-    )
-    timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
-    transport: Literal["auto", "shared_memory", "gloo"] = Field(
-        "gloo",
-        description="how CPU ranks exchange payloads; auto: out of each other's memory where all are on one machine",
-    )
-    reproducible: Flag = Field(
-        False, description="results that depend on the global batch alone, not on the stage or the number of ranks"
-    )
-    checks: Literal["default", "full"] = Field(
-        "default", description="full: compare parameters and batches across ranks at every step"
     )
     checkpoint: CheckpointSection = Field(
         default_factory=CheckpointSection, description="when checkpoints are written, and which stay"
