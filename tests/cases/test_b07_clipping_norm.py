@@ -22,14 +22,14 @@ class TwoParameters(nn.Module):
         return (3 * self.a[0] + 4 * self.b[-1]) * x
 
 
-def clip(numel, limit, scales):
+def clip(numel, limit, scales, **ours):
     """One SGD step with lr 1; rank r's loss is scaled by scales[r]. -> stage: (norm, a[0], b[-1])"""
     import shardledger as sl
 
     found = {}
     with group():
         for stage in STAGES:
-            settings = config(stage, lr=1.0, gradient_clipping=limit)
+            settings = config(stage, lr=1.0, gradient_clipping=limit, shardledger=ours)
             engine = sl.initialize(model=TwoParameters(numel), config=settings)[0]
             loss = engine(torch.tensor(scales[engine.rank]))
             engine.backward(loss)
@@ -54,3 +54,18 @@ def test_the_norm_is_that_of_the_mean_gradient_not_of_one_ranks():
         for stage, (norm, a, b) in found.items():
             assert norm == pytest.approx(5.0, rel=1e-6), f"stage {stage}"
             assert (a, b) == pytest.approx((-0.6, -0.8), rel=1e-5), f"stage {stage}"
+
+
+def clip_by_largest(numel, limit, scales, reproducible):
+    return clip(numel, limit, scales, gradient_clipping_norm="inf", reproducible=reproducible)
+
+
+@pytest.mark.parametrize(
+    ("world", "numel", "reproducible"), [(1, 1, True), (2, 64, False), (4, 1, False), (2, 1, True)]
+)
+@pytest.mark.parametrize(("limit", "coefficient"), [(1.0, 0.25), (0.0, 1.0)])
+def test_the_largest_absolute_value_is_a_norm_to_clip_by_as_well(world, numel, reproducible, limit, coefficient):
+    for found in run_ranks(clip_by_largest, world, numel, limit, [-float(world)] + [0.0] * (world - 1), reproducible):
+        for stage, (norm, a, b) in found.items():
+            assert norm == pytest.approx(4.0, rel=1e-6), f"stage {stage}: 5 is the other norm"
+            assert (a, b) == pytest.approx((3 * coefficient, 4 * coefficient), rel=1e-5), f"stage {stage}"

@@ -48,7 +48,7 @@ def test_an_unknown_key_is_an_error_with_its_full_path_and_the_nearest_key(keys:
 
 def test_all_problems_of_a_file_come_at_once() -> None:
     keys = {
-        "zero_optimization": {"stage": 9, "overlap_com": True, "offload_param": {"device": "cpu"}},
+        "zero_optimization": {"stage": 9, "overlap_com": True, "offload_param": {"device": "tape"}},
         "gradient_cliping": 1.0,
         "gradient_clipping": "lots",
         "train_batch_size": 7,

@@ -113,6 +113,42 @@ def test_a_broken_wire_in_a_rooted_collective_names_the_peer(body):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("after", [exchange, all_gather, gather, broadcast])
+def test_a_rank_that_leaves_a_reduction_open_and_goes_on_does_its_part_in_it_first(after, world):
+    """Without that, one waits for the second bucket and the other for what never comes after it."""
+
+    def go_on(transport: Transport) -> str:
+        out = torch.empty(8)
+        work = transport.reduce_scatter(torch.ones(world * 8), out, HOW)
+        if transport.rank == 0:
+            after(transport)
+        work.wait()
+        total = float(out.sum())
+        if transport.rank != 0:
+            after(transport)
+        transport.close()
+        return f"{total:g}"
+
+    for result, seconds in on_threads(world, go_on, silence_s=PATIENCE_S):
+        assert result == f"{8 * world}", result
+        assert seconds < PATIENCE_S / 2
+
+    def part(transport: Transport) -> None:
+        works = [transport.reduce_scatter(torch.ones(world * 8), torch.empty(8), HOW) for _ in range(2)]
+        if transport.rank == 0:
+            after(transport)
+        for work in works:
+            work.wait()
+        transport.broadcast(torch.ones(2), 0, "the last buffer")
+
+    for rank, (result, seconds) in enumerate(on_threads(world, part, silence_s=PATIENCE_S)):
+        assert isinstance(result, TransportError), result
+        assert seconds < PATIENCE_S / 2
+        if world == 2:
+            assert isinstance(result, RanksDisagreeError) and "the last buffer" in str(result), rank
+
+
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     ("body", "what"),
     [(reduce, "reduction of unit blocks.7"), (all_gather, "all-gather of unit blocks.7"), (exchange, "gradient norm")],

@@ -29,6 +29,7 @@ FP32 = Arithmetic(
     micro_batch_tree=False,
     average=True,
     clip_norm=0.0,
+    norm_order=2.0,
     world=1,
     accumulation=1,
 )

@@ -145,6 +145,15 @@ def test_a_defect_of_form_is_named_with_its_place(text: str, pieces: list[str]) 
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    for text, words in (
+        ("", "is empty"),
+        ("  ", "is empty"),
+        ("[1]", "not list"),
+        ("null", "not NoneType"),
+        ("3", "not int"),
+    ):
+        with pytest.raises(ConfigError, match=f"config text .*{words}"):
+            load_config(text, world=1)
     with pytest.raises(ConfigError, match="no file 'nowhere.json'"):
         load_config("nowhere.json")
     with pytest.raises(ConfigError, match="is a folder"):

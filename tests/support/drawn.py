@@ -106,7 +106,7 @@ class PartModule(nn.Module):
             self.first = nn.Linear(width, width, bias=part.bias)
             self.first.weight = shared.weight
         elif part.kind == "norm":
-            self.first = nn.LayerNorm(width)
+            self.first = nn.LayerNorm(width, eps=1e-2)  # of one element, rounding times 1 / sqrt(eps) is all there is
         elif part.kind == "scale":
             self.gain = nn.Parameter(torch.full((), 0.9) if part.bias else torch.full((width,), 1.1))
         elif part.kind == "empty":

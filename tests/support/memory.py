@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def live_bytes() -> int:
+def live_bytes(collect: bool = True) -> int:
     """Bytes of all storages that a Python tensor refers to. What only autograd's graph holds is not seen."""
-    gc.collect()
+    if collect:
+        gc.collect()
     found = {}
     # A released parameter refuses to be read; its placeholder's bytes count all the same.
     with torch._C.DisableTorchFunctionSubclass():

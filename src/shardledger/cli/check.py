@@ -290,6 +290,7 @@ def _arithmetic(engine: Any) -> Arithmetic:
         micro_batch_tree=plan.reproducible,
         average=plan.communication.average,
         clip_norm=plan.step.clip_norm,
+        norm_order=float("inf") if plan.step.norm == "inf" else 2.0,
         world=plan.world,
         accumulation=plan.step.accumulation,
     )

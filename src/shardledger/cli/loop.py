@@ -54,6 +54,7 @@ class TrainingLoop:
         """Whether a rank was asked to stop; known to all at the end of the step."""
         self._device_utilization = _device_utilization(engine.device)
         self._bottleneck = Bottleneck()
+        self._offloads = any(home != "none" for home in self.offload.values())
 
     def run(
         self,
@@ -137,7 +138,7 @@ class TrainingLoop:
             offload=self.offload,
             skipped=engine.skipped_steps > skipped,
             loss_scale=scale,
-            offload_wait_s=dict(zip(tiers, means[4:6], strict=True)),
+            offload_wait_s=dict(zip(tiers, means[4:6], strict=True)) if self._offloads else None,
         )
         self.sinks.write(record)
         told = self._bottleneck.look(step_s, tiers)

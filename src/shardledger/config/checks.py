@@ -56,7 +56,7 @@ def _check_offload(config: Config, findings: Findings) -> None:
             continue
         if section.device == "none":
             findings.no_effect.append(f"{path}: device is none, so nothing is offloaded")
-        elif section.device == "nvme" and section.nvme_path is None:
+        elif section.device == "nvme" and not section.nvme_path:
             findings.problem(
                 f"{path}.device is nvme, and nvme_path is missing: name an existing folder on a fast local disk"
             )

@@ -165,12 +165,14 @@ class Config(BatchSizes, PrecisionChoice):
         """Return the effective values that decide a run, one line each, and where they come from."""
         micro, accumulation = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
         ranks = self.train_batch_size // (micro * accumulation)
+        by_inf = self.gradient_clipping and self.shardledger.gradient_clipping_norm == "inf"
+        clipped = " (largest absolute value)" if by_inf else ""
         return (
             f"source: {self._notes.source}",
             f"precision: {self.precision}",
             f"zero stage: {self.zero_optimization.stage}",
             f"batch: {self.train_batch_size} = micro {micro} x accumulation {accumulation} x ranks {ranks}",
-            f"gradient clipping: {self.gradient_clipping or 'off'}",
+            f"gradient clipping: {self.gradient_clipping or 'off'}{clipped}",
             *self.resolutions,
         )
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from shardledger.config.section import Section
-from shardledger.config.values import ByteSize, Count, DtypeName, Flag, Number, Positive, Stage, Whole
+from shardledger.config.values import ByteSize, Count, DtypeName, Flag, Folder, Number, Positive, Stage, Whole
 
 _PLAN: dict[str, Any] = {"auto": "plan"}
 _PLAN_STAGE_3: dict[str, Any] = {"auto": "plan", "from_stage": 3}
@@ -91,7 +91,7 @@ class OffloadOptimizerSection(Section):
     """Where masters, moments and the gradients they are stepped with rest between steps."""
 
     device: Literal["none", "cpu", "nvme"] = Field("none", description="none, cpu (host memory) or nvme (a disk)")
-    nvme_path: str | None = Field(
+    nvme_path: Folder | None = Field(
         None, description="an existing folder on a fast local disk", json_schema_extra=_ON_DISK
     )
     buffer_count: Positive = Field(
@@ -126,7 +126,7 @@ class OffloadParamSection(Section):
     """Where this rank's shards of sharded parameters rest while no unit needs them (stage 3)."""
 
     device: Literal["none", "cpu", "nvme"] = Field("none", description="none, cpu (host memory) or nvme (a disk)")
-    nvme_path: str | None = Field(
+    nvme_path: Folder | None = Field(
         None, description="an existing folder on a fast local disk", json_schema_extra=_ON_DISK
     )
     buffer_count: Positive = Field(
@@ -271,7 +271,23 @@ class RanksSection(Section):
     )
 
 
-class ShardledgerSection(RanksSection):
+class StepSection(Section):
+    """What a step does with the whole gradient; keys of ``shardledger``."""
+
+    gradient_clipping_norm: Literal["l2", "inf"] = Field(
+        "l2",
+        description="norm of the whole gradient that gradient_clipping limits and the step reports: l2, or inf, the largest "
+        "absolute value of an element",
+    )
+    nonfinite: Literal["skip", "raise"] = Field(
+        "skip", description="what all ranks do when a gradient is inf or NaN: skip the step with a warning, or raise"
+    )
+    max_consecutive_skips: Positive = Field(
+        10, description="steps skipped in a row after which the run ends (a dynamic loss scale has its own end)"
+    )
+
+
+class ShardledgerSection(RanksSection, StepSection):
     """The keys that DeepSpeed does not have."""
 
     units: tuple[str, ...] | None = Field(
@@ -294,12 +310,6 @@ class ShardledgerSection(RanksSection):
     )
     cast_inputs: Flag = Field(
         True, description="cast fp32 tensors given to the model to the dtype of bf16 or fp16 training"
-    )
-    nonfinite: Literal["skip", "raise"] = Field(
-        "skip", description="what all ranks do when a gradient is inf or NaN: skip the step with a warning, or raise"
-    )
-    max_consecutive_skips: Positive = Field(
-        10, description="steps skipped in a row after which the run ends (a dynamic loss scale has its own end)"
     )
     checkpoint: CheckpointSection = Field(
         default_factory=CheckpointSection, description="when checkpoints are written, and which stay"

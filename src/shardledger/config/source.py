@@ -52,7 +52,17 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
 
 
 def _looks_like_text(source: str) -> bool:
-    return source.lstrip().startswith(("{", *_COMMENT_STARTS)) or "\n" in source
+    start = source.lstrip()
+    return not start or start.startswith(("{", *_COMMENT_STARTS)) or "\n" in source or _is_json(source)
+
+
+def _is_json(source: str) -> bool:
+    """Whether the source is JSON of some kind, and not the name of an existing file."""
+    try:
+        json.loads(source)
+    except ValueError:
+        return False
+    return not os.path.exists(source)
 
 
 def _from_base64(source: str) -> str | None:

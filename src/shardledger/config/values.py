@@ -9,6 +9,7 @@ before any of these sees it.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -53,6 +54,10 @@ def _whole(value: object) -> object:
     return value
 
 
+def _folder(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def _number(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("a number is needed, not true or false")
@@ -74,6 +79,8 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[Whole, Field(ge=0)]
 Positive = Annotated[Whole, Field(ge=1)]
 Stage = Annotated[Whole, Field(ge=0, le=3)]
+Folder = Annotated[str, BeforeValidator(_folder)]
+
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Flag = bool

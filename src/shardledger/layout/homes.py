@@ -27,6 +27,11 @@ class FlatHomes:
     """Whether the optimizer step of this flat is the offload's."""
 
     @property
+    def leaves_device(self) -> bool:
+        """Whether anything of the flat rests elsewhere."""
+        return self.moved or self.shard is not Home.DEVICE
+
+    @property
     def shard_is_master(self) -> bool:
         """Whether sharded trainable parameters are kept once, as the masters."""
         return self.master is None

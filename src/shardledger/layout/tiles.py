@@ -174,13 +174,13 @@ def plan_tiles(
     beyond = sum(
         tile.interval.numel * (size.master + sum(size.states.values()))
         for flat, home, size in zip(layout.flats, homes, sizes, strict=True)
-        for tile in (tiles_of(flat, rank, None) if home.moved or home.shard is not Home.DEVICE else ())
+        for tile in (tiles_of(flat, rank, None) if home.leaves_device else ())
     )
     ends = {True: 0, False: 0}
     found = []
     for flat, home, size in zip(layout.flats, homes, sizes, strict=True):
         tiles = []
-        for tile in tiles_of(flat, rank, offload.tile_numel) if home.moved or home.shard is not Home.DEVICE else ():
+        for tile in tiles_of(flat, rank, offload.tile_numel) if home.leaves_device else ():
             components = []
             start = 0
             for name, itemsize, in_params in _on_disk(home, size):

@@ -58,6 +58,7 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
             micro_batch=config.train_micro_batch_size_per_gpu,
             accumulation=config.gradient_accumulation_steps,
             clip_norm=config.gradient_clipping,
+            norm=config.shardledger.gradient_clipping_norm,
             raise_on_nonfinite=config.shardledger.nonfinite == "raise",
             max_consecutive_skips=config.shardledger.max_consecutive_skips,
             full_checks=config.shardledger.checks == "full",

@@ -72,6 +72,8 @@ class StepRule:
     """Micro-batches per optimizer step."""
     clip_norm: float
     """Largest global gradient norm; 0 is no clipping."""
+    norm: str
+    """Which norm that is: ``"l2"``, or ``"inf"``, the largest absolute value."""
     raise_on_nonfinite: bool
     """Raise when a gradient is inf or NaN, rather than skip the step."""
     max_consecutive_skips: int

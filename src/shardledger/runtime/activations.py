@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from shardledger.runtime.saved import Kept, give_back, keep
+
 
 class ActivationMeter:
     """Counts the storages that autograd saves, parameters excluded."""
@@ -25,16 +27,16 @@ class ActivationMeter:
 
     def watch(self) -> AbstractContextManager[None]:
         """A context that counts what is saved within it, where no other hooks look at saved tensors."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, give_back)
 
     def note(self, tensor: torch.Tensor) -> None:
         """Count one saved tensor, seen by other hooks: of nested ones autograd calls the innermost only."""
         self._pack(tensor)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> Kept:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._weights and storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
             self._current += storage.nbytes()
             self.peak_bytes = max(self.peak_bytes, self._current)
-        return tensor
+        return keep(tensor)

@@ -77,6 +77,7 @@ class Parts:
     def at_hand(self, flats: Sequence[FlatParameters], *, write: bool = False) -> AbstractContextManager[None]:
         """Masters, shards and optimizer states of ``flats`` are at hand inside, wherever they rest; ``write``: changes
         are kept."""
+        self.usable()
         if self.offload is None:
             return nullcontext()
         if write and self.executor.shards is not None:
@@ -87,8 +88,10 @@ class Parts:
         """Itself.
 
         Raises:
-            EngineStateError: states are away.
+            EngineStateError: states are away, or lost with a disk that failed.
         """
+        if self.offload is not None:
+            self.offload.check()
         if self.put_away is not None:
             raise EngineStateError(
                 f"the engine's {', '.join(self.put_away.names)} were sent away by offload_states: call "
@@ -106,12 +109,19 @@ class Parts:
         if explain is not None:
             tell_shortage(error, lambda error: explain(error, phase))
 
+    def forward_begins(self, broken: bool) -> None:
+        """Refuse as ``usable`` does; clean up after a backward pass that died half-way (``broken``)."""
+        self.usable()
+        if broken:
+            self.abort()
+
     def backward_begins(self) -> None:
         """Note the phase, and refuse an unscaled loss in fp16.
 
         Raises:
-            EngineStateError: its gradients would be divided by a scale they never had.
+            EngineStateError: its gradients would be divided by a scale they never had, or states are away.
         """
+        self.usable()
         self.enter("backward")
         if self.scaling and not self.scaled:
             raise EngineStateError(
@@ -141,7 +151,7 @@ class Parts:
     def abort(self) -> None:
         """Clean up after an exception: wait for what is under way, return to shards, drop the window's gradients."""
         self.executor.drain()
-        self.executor.perform(self.schedule.abort())
+        self.executor.perform(self.schedule.abort(), after_failure=True)
         for unit in self.units:
             for gradients in unit.gradients:
                 gradients.reset()
@@ -168,9 +178,9 @@ def assemble(site: Site) -> Parts:
         units,
         schedule,
         executor,
+        on_forward_begin=lambda broken: parts[0].forward_begins(broken),
         on_backward_begin=lambda: parts[0].backward_begins(),
         on_backward_end=lambda: parts[0].backward_ended(),
-        on_broken_pass=lambda: parts[0].abort(),
         on_failure=lambda error: parts[0].tell_shortage(error),
     )
     parts.append(
@@ -181,7 +191,7 @@ def assemble(site: Site) -> Parts:
             hooks,
             site.transport,
             plan,
-            Watch(site.model, units),
+            Watch(site.model, units, site.offload),
             SavedWeights(units, hooks.gather_on_demand),
             scaling=plan.precision.loss_scale is not None,
             undo=tuple(wrapped),
@@ -208,19 +218,34 @@ def assemble(site: Site) -> Parts:
 
 
 def take_apart(parts: Parts) -> None:
-    """Detach from the model and drop the engine's tensors. Parameters that are whole keep their values."""
+    """Detach from the model and let go of every tensor now, not when Python next looks for cycles.
+
+    Parameters that are whole keep their values; those that are sharded have none until they are loaded.
+    """
+    try:
+        if parts.put_away is not None:
+            parts.put_away.end()
+    finally:
+        _let_go(parts)
+
+
+def _let_go(parts: Parts) -> None:
+    parts.put_away = None
     parts.hooks.remove()
     parts.leaves.clear()
+    parts.executor.forget()
+    if parts.stepper is not None:
+        parts.stepper.forget()
     parts.stepper = parts.explain = None
     for module in parts.undo:
         module.__dict__.pop("forward", None)
     for unit in parts.units:
         for gradients in unit.gradients:
-            gradients.remove_hooks()
+            gradients.forget()
+        for flat in unit.flats:
+            flat.forget()
         unit.gradients.clear()
         unit.flats.clear()
-    if parts.put_away is not None:
-        parts.put_away.drop()
     if parts.offload is not None:
         parts.offload.close()
 

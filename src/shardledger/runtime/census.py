@@ -16,7 +16,7 @@ from shardledger.runtime.unit import Unit
 
 def state_census(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of live storages in the memory that this rank computes in by category, each storage counted once."""
-    device = units[0].flats[0].device.type if units and units[0].flats else "cpu"
+    device = next((flat.device.type for unit in units for flat in unit.flats), "cpu")  # the root may have none
     seen: set[int] = set()
 
     def count(tensors: Iterable[torch.Tensor]) -> int:

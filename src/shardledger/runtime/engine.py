@@ -15,11 +15,12 @@ from shardledger.errors import EngineStateError
 from shardledger.layout.build import Layout
 from shardledger.plan.plan import Plan
 from shardledger.runtime.account import Account
-from shardledger.runtime.assemble import Parts, take_apart
+from shardledger.runtime.assemble import Parts
 from shardledger.runtime.census import probe_optimizer
 from shardledger.runtime.checks import FullChecks
 from shardledger.runtime.clock import StepClock
 from shardledger.runtime.consolidate import full_state_dict, load_full_state_dict
+from shardledger.runtime.conversions import CONVERSIONS, conversion
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.engine_values import (
     agree_on_order,
@@ -30,8 +31,8 @@ from shardledger.runtime.engine_values import (
     difference,
     plain,
 )
-from shardledger.runtime.gathered import announce, withdraw
-from shardledger.runtime.last_words import listen_for_the_end, part_with
+from shardledger.runtime.gathered import announce
+from shardledger.runtime.last_words import end, listen_for_the_end
 from shardledger.runtime.offload_calls import OffloadCalls
 from shardledger.runtime.out_of_memory import telling_shortage
 from shardledger.runtime.step import Stepper, Window
@@ -74,7 +75,6 @@ class Engine(OffloadCalls):
         parts.explain = lambda error, phase: account.shortage(error, phase, parts, optimizer)
         self._progress.traffic_at_start = parts.transport.counters.snapshot()
         self._progress.traffic_at_step = parts.transport.counters.snapshot()
-        optimizer.register_step_pre_hook(self._guard_optimizer)
         announce(parts)
         listen_for_the_end()
         self._set_boundary()
@@ -179,18 +179,28 @@ class Engine(OffloadCalls):
                 "engine.step was called inside GatheredParameters: what the block holds would be stale after the update, "
                 "or undo it. Leave the block first."
             )
-        if parts.unsynced:
-            parts.executor.reduce_everything()
-            parts.unsynced = False
-        parts.enter("step")
+        if self.optimizer is not self._stepper.optimizer:
+            raise EngineStateError(
+                "engine.optimizer was replaced after shardledger.initialize, and the new one does not know the shards: pass "
+                "it to initialize (optimizer=...)."
+            )
+        parts.watch.check(thorough=parts.executor.measuring or self._checks is not None)
         first = progress.last is None
-        window = Window(progress.window_weight, self.plan.step.clip_norm, progress.global_steps + 1)
-        progress.end_window()
-        parts.mode.widen = not parts.executor.sync
-        if self._checks is not None:
-            self._checks.before_step(window.step)
-        with self._at("step", parts):
-            outcome = self._stepper.step(parts.executor, window)
+        try:
+            if parts.unsynced:
+                parts.executor.reduce_everything()
+                parts.unsynced = False
+            parts.enter("step")
+            window = Window(progress.window_weight, self.plan.step.clip_norm, progress.global_steps + 1)
+            progress.end_window()
+            parts.mode.widen = not parts.executor.sync
+            if self._checks is not None:
+                self._checks.before_step(window.step)
+            with self._at("step", parts):
+                outcome = self._stepper.step(parts.executor, window)
+        except BaseException:
+            self._abort(parts)
+            raise
         progress.last = outcome
         parts.executor.measuring = first
         if outcome.applied:
@@ -436,28 +446,22 @@ class Engine(OffloadCalls):
         parts, self._parts = self._parts, None
         if parts is None:
             return
-        withdraw(parts)
-        try:
-            if parts.saver is not None:
-                parts.saver.close(abandon=sys.exc_info()[1] is not None)
-            part_with(parts.transport, sys.exc_info()[1])
-        finally:
-            self._take_apart(parts)
-
-    def _take_apart(self, parts: Parts) -> None:
-        take_apart(parts)
-        self._stepper.forget()
-        self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:
-            group["params"] = []
-        if parts.on_destroy is not None:
-            parts.on_destroy()
+        end(parts, sys.exc_info()[1])
 
     def __getattr__(self, name: str) -> Any:
         """Attributes the engine does not have are the module's."""
         if name.startswith("__") or "module" not in self.__dict__:
             raise AttributeError(name)
+        if name in CONVERSIONS and self._parts is not None:
+            return conversion(self, name)
         return getattr(self.module, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """An engine is part of a conversation between processes: it cannot be copied or pickled."""
+        raise EngineStateError(
+            "an engine cannot be copied, pickled or given to torch.save: use engine.save_checkpoint(...) or "
+            "engine.state_dict(), and copy the model before shardledger.initialize."
+        )
 
     def _live(self) -> Parts:
         if self._parts is None:
@@ -491,10 +495,3 @@ class Engine(OffloadCalls):
         """Time a phase, and tell the ledger when memory runs out in it."""
         with self._clock.time(phase), telling_shortage(lambda error: parts.explain(error, phase)):
             yield
-
-    def _guard_optimizer(self, *_: Any) -> None:
-        if not self._stepper.running:
-            raise EngineStateError(
-                "optimizer.step() was called directly. The gradients are in the engine: call engine.step(), which "
-                "reduces, clips, updates and advances the scheduler."
-            )

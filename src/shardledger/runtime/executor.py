@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardledger.errors import EngineStateError
 from shardledger.plan.plan import Plan
 from shardledger.runtime.census import transient_bytes
 from shardledger.runtime.describe import dtype_of
@@ -54,8 +55,12 @@ class Executor:
         self.shards: Shards | None = None
         """Brings shards that rest away from the device; None where all are on it."""
 
-    def perform(self, actions: Iterable[Action]) -> None:
-        """Do what the schedule said, in order."""
+    def perform(self, actions: Iterable[Action], *, after_failure: bool = False) -> None:
+        """Do what the schedule said, in order.
+
+        Raises:
+            EngineStateError: something has written to a gathered parameter that is to be released.
+        """
         for action in actions:
             unit = self.units[action.unit]
             if action.act is Act.WAIT:
@@ -63,7 +68,10 @@ class Executor:
             elif action.act is Act.GATHER:
                 self._gather(unit)
             elif action.act is Act.RELEASE:
+                edited = None if after_failure else self._edited(unit)
                 self._release(unit)
+                if edited is not None:
+                    raise self._lost_edit(unit, edited)
             elif action.act is Act.REDUCE and self.sync:
                 for gradients in unit.gradients:
                     if self.boundary or not gradients.keeps_local:
@@ -130,6 +138,24 @@ class Executor:
             except RuntimeError:
                 continue
 
+    def settle(self) -> None:
+        """Wait for everything under way.
+
+        Raises:
+            TransportError: it did not come.
+        """
+        for works in list(self._gathers.values()):
+            for work in works:
+                work.wait()
+        self.settle_reductions()
+
+    def forget(self) -> None:
+        """Let go of what is under way without waiting for it."""
+        self.shards = None
+        self._gathers.clear()
+        self._reductions.clear()
+        self._replications.clear()
+
     @property
     def pinned(self) -> bool:
         """Whether any unit is held full by ``pin``."""
@@ -184,6 +210,21 @@ class Executor:
         unit.move(ParamState.SHARDED)
         for flat in unit.sharded_flats:
             flat.release()
+
+    def _edited(self, unit: Unit) -> str | None:
+        """Name of a parameter that was written to while the unit was gathered for a pass."""
+        if unit.state is not ParamState.FULL or unit.index in self._pins:
+            return None
+        names = (flat.edited(thorough=self.measuring) for flat in unit.sharded_flats)
+        return next((name for name in names if name is not None), None)
+
+    def _lost_edit(self, unit: Unit, name: str) -> EngineStateError:
+        return EngineStateError(
+            f"parameter {name!r} was written to while unit {unit.label} was gathered for its forward or backward pass at "
+            f"{self._transport.where}. That copy is dropped now, so the change would be lost. Write to it between steps "
+            f"inside shardledger.GatheredParameters(p, modifier_rank=0), keep such values in a buffer, or keep the "
+            f"parameter whole (stage 2, or stage3_param_persistence_threshold)."
+        )
 
     def _reduce(self, gradients: FlatGradients, label: str) -> None:
         while len(self._reductions) >= _REDUCTIONS_IN_FLIGHT:

@@ -13,6 +13,7 @@ from torch import nn
 from shardledger.errors import EngineStateError
 from shardledger.runtime.assemble import Parts
 from shardledger.runtime.parameters import FlatParameters
+from shardledger.runtime.released import is_lost
 from shardledger.runtime.unit import Unit
 
 _LIVE: weakref.WeakSet[Parts] = weakref.WeakSet()
@@ -37,12 +38,19 @@ def live() -> list[Parts]:
 
 
 def refuse_owned(model: nn.Module) -> None:
-    """Refuse a model that an engine has already.
+    """Refuse a model that an engine has already, or that one has left without values.
 
     Raises:
-        EngineStateError: names a parameter that belongs to a live engine.
+        EngineStateError: names a parameter that belongs to a live engine, or has no values.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    lost = next((name for name, parameter in model.named_parameters() if is_lost(parameter)), None)
+    if lost is not None:
+        raise EngineStateError(
+            f"parameter {lost!r} has no values any more: the engine that had sharded it was destroyed. Fill the model with "
+            f"model.load_state_dict(...) before initializing again (engine.state_dict(all_ranks=True) gives the values "
+            f"before engine.destroy()), or build it anew."
+        )
     for parts in list(_LIVE):
         for unit in parts.units:
             for flat in unit.flats:
@@ -67,7 +75,8 @@ class GatheredParameters(AbstractContextManager[None]):
         enabled: False makes the block do nothing.
 
     Raises:
-        EngineStateError: a backward pass is running, or (on leaving) parameters were edited without a modifier rank.
+        EngineStateError: a backward pass is running, states are away, or (on leaving) parameters were edited without a
+            modifier rank.
     """
 
     def __init__(
@@ -88,7 +97,7 @@ class GatheredParameters(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         for parts in self._engines():
-            if parts.schedule.in_backward:
+            if parts.usable().schedule.in_backward:
                 raise EngineStateError("GatheredParameters cannot be entered while a backward pass is running.")
             for unit in self._units(parts):
                 parts.executor.pin(unit)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardledger.runtime.held import stand_in
+from shardledger.runtime.held import StandIns
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.states import GradState, move
 from shardledger.runtime.treesum import TreeSum
@@ -94,8 +94,9 @@ class FlatGradients:
         self._round = [False] * len(flat.parameters)
         """Which have one in the current ``local``."""
         self._left = len(flat.parameters)
-        self._stand_ins: list[torch.Tensor | None] = [None] * len(flat.parameters)
+        self._stand_ins = StandIns(flat.parameters, [slot.name for slot in flat.layout.slots])
         self._listener = listener
+        self._stand_ins.hide()  # what the model brings along is not of this engine's window
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
             for index, parameter in enumerate(flat.parameters)
@@ -129,13 +130,26 @@ class FlatGradients:
         )
 
     def begin_backward(self) -> None:
-        """A backward pass starts: all parameters are expected once more."""
+        """A backward pass starts: all parameters are expected once more.
+
+        Raises:
+            EngineStateError: see ``refuse_changes``.
+        """
+        self.refuse_changes()
         self._left = len(self.flat.parameters)
-        self._show(held=False)
+        self._stand_ins.hide()
 
     def end_backward(self) -> None:
         """A backward pass is over: whoever looks at ``p.grad`` learns where the gradient is."""
-        self._show(held=True)
+        self._stand_ins.show(self.present)
+
+    def refuse_changes(self) -> None:
+        """Refuse that someone has put something else at ``p.grad``, or cleared it: the gradients would not follow.
+
+        Raises:
+            EngineStateError: names the parameter.
+        """
+        self._stand_ins.refuse_changes()
 
     def ready_to_reduce(self) -> torch.Tensor:
         """The local gradients, complete: zeros where none came. Creates both buffers when they are missing."""
@@ -189,7 +203,7 @@ class FlatGradients:
             self._move(GradState.PENDING)
             if self.local is None and dtype is not None:
                 self.local = self._empty(dtype)
-        self._show(held=True)
+        self._stand_ins.show(self.present)
         return self.local if any(rounds) else None
 
     def unreduced(self, index: int) -> torch.Tensor | None:
@@ -245,18 +259,22 @@ class FlatGradients:
         self.present = [False] * len(self.present)
         self._round = [False] * len(self._round)
         self.local = self._kept
-        self._show(held=False)
+        self._stand_ins.hide()
 
     def reset(self) -> None:
         """Forget all gradients after a failure, whatever state they were in."""
         self.state = GradState.EMPTY
         self.clear()
 
-    def remove_hooks(self) -> None:
-        """Detach from the parameters."""
+    def forget(self) -> None:
+        """Detach from the parameters and let go of all tensors."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._stand_ins.hide()
+        self._kept = self.local = self.probe = self.partial = None
+        self.reduced = self.reduced.new_empty(0)
+        self._stand_ins.forget()
 
     def _hook(self, index: int) -> Callable[[nn.Parameter], None]:
         def accumulated(parameter: nn.Parameter) -> None:
@@ -307,16 +325,6 @@ class FlatGradients:
         numel = layout.shard_numel if layout.optim_sharded else layout.padded_numel
         away = self.flat.homes.moved and self._mode.link is not None and layout.optim_sharded and self.partial is None
         return torch.empty(numel, dtype=accumulate, device="cpu" if away else self.flat.device)
-
-    def _show(self, *, held: bool) -> None:
-        """Put stand-ins at ``p.grad`` of the parameters that had a gradient, or take them away."""
-        for index, parameter in enumerate(self.flat.parameters):
-            if not held:
-                parameter.grad = None
-            elif self.present[index]:
-                if self._stand_ins[index] is None:
-                    self._stand_ins[index] = stand_in(parameter)
-                parameter.grad = self._stand_ins[index]
 
     def _move(self, to: GradState) -> None:
         move(self.state, to, self.flat.layout.slots[0].name, self.flat.rank)

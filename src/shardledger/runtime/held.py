@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardledger.errors import EngineStateError
@@ -56,3 +57,50 @@ def stand_in(parameter: torch.Tensor) -> torch.Tensor:
         expanded = one.expand(parameter.shape)
         # The class of a dry run's tensor is its dispatch.
         return expanded if isinstance(expanded, FakeTensor) else expanded.as_subclass(HeldGradient)
+
+
+class StandIns:
+    """What is at ``p.grad`` of the parameters of one flat while the engine holds their gradients."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+        self._parameters = list(parameters)
+        self._names = names
+        self._made: list[torch.Tensor | None] = [None] * len(self._parameters)
+        self._shown: list[torch.Tensor | None] = [None] * len(self._parameters)
+
+    def show(self, present: Sequence[bool]) -> None:
+        """Put stand-ins where there is a gradient."""
+        for index, parameter in enumerate(self._parameters):
+            if present[index]:
+                made = self._made[index]
+                self._made[index] = self._shown[index] = parameter.grad = stand_in(parameter) if made is None else made
+
+    def hide(self) -> None:
+        """Take away whatever is there."""
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter answers, but slowly
+            for parameter in self._parameters:
+                parameter.grad = None
+        self._shown = [None] * len(self._parameters)
+
+    def refuse_changes(self) -> None:
+        """Refuse that someone has put something else at ``p.grad``, or cleared it.
+
+        Raises:
+            EngineStateError: names the parameter.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [parameter.grad for parameter in self._parameters]
+        for name, grad, shown in zip(self._names, found, self._shown, strict=True):
+            if grad is not shown:
+                self.hide()
+                raise EngineStateError(
+                    f"p.grad of parameter {name!r} was {'cleared' if grad is None else 'set'} between a backward pass and "
+                    f"the next one or the step, but gradients are in the engine, so that would have no effect. "
+                    f"engine.zero_grad() drops what has been accumulated (model.zero_grad() does not reach it); to edit a "
+                    f"gradient, use shardledger.utils.safe_set_full_grad(p, value)."
+                )
+
+    def forget(self) -> None:
+        """Take all stand-ins away for good."""
+        self.hide()
+        self._parameters, self._made, self._shown = [], [], []

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.variable import Variable
 
+from shardledger.errors import EngineStateError
 from shardledger.runtime.executor import Executor
 from shardledger.runtime.schedule import Action, Schedule
 from shardledger.runtime.unit import Unit
@@ -26,17 +27,18 @@ class Hooks:
         schedule: Schedule,
         executor: Executor,
         *,
+        on_forward_begin: Callable[[bool], None],
         on_backward_begin: Callable[[], None],
         on_backward_end: Callable[[], None],
-        on_broken_pass: Callable[[], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
+        """``on_forward_begin`` is told whether an earlier backward pass died half-way."""
         self._units = units
         self._schedule = schedule
         self._executor = executor
+        self._on_forward_begin = on_forward_begin
         self._on_backward_begin = on_backward_begin
         self._on_backward_end = on_backward_end
-        self._on_broken_pass = on_broken_pass
         self._on_failure = on_failure
         self._complete = [0] * len(units)
         """Flats of each unit whose gradients are complete in the current backward pass."""
@@ -48,10 +50,13 @@ class Hooks:
             self._handles.append(unit.module.register_forward_hook(partial(self._post_forward, unit)))
 
     def remove(self) -> None:
-        """Detach from the model."""
+        """Detach from the model. Graphs that are still around are refused their backward pass."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._schedule.in_backward = False
+        self._on_forward_begin = self._on_backward_begin = self._on_backward_end = _ended
+        self._on_failure = _say_nothing
 
     def gather_on_demand(self, unit: int) -> None:
         """A backward pass that no output announced needs a unit's weights."""
@@ -75,8 +80,8 @@ class Hooks:
             self._perform(self._schedule.gradients_complete(unit))
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if unit.index == 0 and self._schedule.in_backward and not _running_backward():
-            self._on_broken_pass()  # an earlier backward pass died half-way
+        # First: it may refuse, and then the schedule must not have moved.
+        self._on_forward_begin(unit.index == 0 and self._schedule.in_backward and not _running_backward())
         self._perform(self._schedule.pre_forward(unit.index, graph=torch.is_grad_enabled()))
         if not torch.is_grad_enabled() or unit.index == 0:
             return
@@ -145,6 +150,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name))
     elif isinstance(value, SimpleNamespace):
         yield from tensors_in(vars(value))
+
+
+def _say_nothing(error: BaseException) -> None:
+    return
+
+
+def _ended(*_: object) -> None:
+    raise EngineStateError(
+        "the backward pass reached a module whose engine was destroyed: its gradients have nowhere to go. Run backward "
+        "before engine.destroy(), or build a new graph."
+    )
 
 
 def _running_backward() -> bool:

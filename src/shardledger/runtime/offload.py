@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from shardledger.runtime.parameters import FlatParameters, master_dtype
 from shardledger.runtime.tile import LiveTile, TileFiles, state_dtype
 from shardledger.transport import Transport
 from shardledger.transport.disk import AlignedBuffer, DiskFile, TierTraffic
-from shardledger.transport.disk_folder import claim_folder, remove_folder
+from shardledger.transport.disk_folder import claim_folder, remove_folder, remove_with
 from shardledger.transport.heap import return_freed_memory
 from shardledger.transport.link import HostLink
 
@@ -65,7 +64,6 @@ class Offload:
         sizes = [flat_sizes(flat, dtypes) for flat in layout.flats]
         self.tile_plan = plan_tiles(layout, self.homes, sizes, transport.rank, Whereabouts(plan.offload, one_memory))
         self._folders: list[Path] = []
-        weakref.finalize(self, _remove_all, self._folders)  # also when the program ends without destroy
         self.files = self._claim(transport)
         self.link: HostLink | None = None
         """The way between device and host memory; None where those are one."""
@@ -89,7 +87,7 @@ class Offload:
     def settle_in(self, index: int, flat: FlatParameters) -> None:
         """Bring the initial values of flat number ``index`` to their homes."""
         tiles = [LiveTile(flat, tile, place, self._dtypes, self.files) for tile, place in self.tile_plan.tiles[index]]
-        if not flat.homes.moved and flat.homes.shard is Home.DEVICE:
+        if not flat.homes.leaves_device:
             return
         self.tiles[id(flat)] = tiles
         self._put_away(flat, None, keep=True)
@@ -117,6 +115,7 @@ class Offload:
                     continue
                 folder = claim_folder(path, nbytes, transport, f"zero_optimization.offload_{role}.nvme_path")
                 self._folders.append(folder)
+                remove_with(self, folder)  # also when the program ends without destroy
                 made.append(DiskFile(folder / f"{role}.bin", nbytes, self.tiers.disk))
         except BaseException:
             for file in made:
@@ -137,27 +136,44 @@ class Offload:
         self.tiles.clear()
         self._free.clear()
 
+    def check(self) -> None:
+        """Raise ``EngineStateError`` if a disk has failed: what rests there is lost, and must not be used or saved."""
+        for file in (self.files.optimizer, self.files.params):
+            if file is not None:
+                file.check()
+
     # --- the step ------------------------------------------------------------------------------------------------
 
     def in_turn(self, tiles: Sequence[LiveTile], optimizer: torch.optim.Optimizer) -> Iterator[LiveTile]:
         """Yield each tile while its states are at hand; the next is read, and the last written, meanwhile."""
-        for number, tile in enumerate(tiles):
-            if tile.disk is not None:
-                if tile in self._writing:
-                    self._collect(until=tile)
-                if tile.buffer is None:
-                    tile.start_read(self._buffer())
-                self._look_ahead(tiles[number + 1 : number + 2])
-            tile.attach(optimizer)
-            try:
-                yield tile
-            finally:
-                tile.detach(optimizer)
+        try:
+            for number, tile in enumerate(tiles):
                 if tile.disk is not None:
-                    tile.start_write()
-                    self._writing.append(tile)
-                    if not self.plan.write_behind:
-                        self._collect()
+                    if tile in self._writing:
+                        self._collect(until=tile)
+                    if tile.buffer is None:
+                        tile.start_read(self._buffer())
+                    self._look_ahead(tiles[number + 1 : number + 2])
+                tile.attach(optimizer)
+                try:
+                    yield tile
+                finally:
+                    tile.detach(optimizer)
+                    if tile.disk is not None:
+                        tile.start_write()
+                        self._writing.append(tile)
+                        if not self.plan.write_behind:
+                            self._collect()
+        finally:
+            self._forget_read_ahead(tiles)
+
+    def _forget_read_ahead(self, tiles: Sequence[LiveTile]) -> None:
+        """A step that was interrupted may have read a tile that nobody stepped."""
+        for tile in tiles:
+            if tile.buffer is not None and tile not in self._writing:
+                buffer = tile.leave()
+                assert buffer is not None
+                self._free.append(buffer)
 
     def publish(self, tile: LiveTile) -> None:
         """Bring a tile's new masters to the weights that are made from them, where those are on the device or host."""
@@ -282,11 +298,6 @@ class Offload:
             flat.master = None
         if flat.homes.shard is Home.DISK and tiles:
             flat.shard = None
-
-
-def _remove_all(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        remove_folder(folder)
 
 
 def flat_sizes(flat: FlatLayout, dtypes: Mapping[str, torch.dtype]) -> FlatSizes:

@@ -47,12 +47,16 @@ class OffloadCalls:
         parts.put_away = put_away(parts, include, device, pin=pin_memory, nvme_path=nvme_path)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what ``offload_states`` has sent away; without that it does nothing."""
+        """Bring back what ``offload_states`` has sent away; without that it does nothing.
+
+        Raises:
+            EngineStateError: the disk failed; the engine cannot be used any more.
+        """
         if self._parts is None:
             raise EngineStateError("this engine was destroyed: call shardledger.initialize again.")
-        away, self._parts.put_away = self._parts.put_away, None
-        if away is not None:
-            away.bring_back()
+        if self._parts.put_away is not None:
+            self._parts.put_away.bring_back()
+            self._parts.put_away = None  # after it: where the disk fails, what came back is no state to go on with
 
     def tier_traffic(self) -> dict[str, dict[str, float]]:
         """Bytes moved between this rank's memory and each tier that states rest on, and seconds it waited for them.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -123,6 +126,7 @@ def check_recipe(recipe: Recipe, *, sharded: bool, offloaded: bool = False) -> N
         ConfigError: no such class, options that it does not take, or a class that cannot work on parts of parameters.
         EngineStateError: the user's optimizer has stepped already.
     """
+    _load_compiler()
     cls = recipe_class(recipe)
     if any(base.__name__ == "LBFGS" for base in cls.__mro__):
         raise ConfigError(f"optimizer {cls.__name__} needs a closure that runs the model again; use a first-order one.")
@@ -140,6 +144,11 @@ def check_recipe(recipe: Recipe, *, sharded: bool, offloaded: bool = False) -> N
         raise EngineStateError(
             "the optimizer given to initialize has stepped already, and its states cannot follow the parameters to "
             "their shards. Pass a fresh optimizer and load its states from a checkpoint."
+        )
+    if isinstance(recipe, torch.optim.Optimizer) and not any(group["params"] for group in recipe.param_groups):
+        raise EngineStateError(
+            "the optimizer given to initialize has no parameters: an engine that was destroyed has taken them. Build a new "
+            "one over the model's parameters."
         )
     if isinstance(recipe, OptimizerRecipe):
         _construct(cls, [{"params": [torch.zeros(2, 2, requires_grad=True)]}], recipe.options)
@@ -167,6 +176,17 @@ def build_optimizer(recipe: Recipe, groups: Groups, pieces: Sequence[Piece]) -> 
         return recipe(as_groups)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the optimizer callable given to initialize failed: {error}") from error
+
+
+def _load_compiler() -> None:
+    """Import what torch imports when the first optimizer of a process is made, and clean up after it.
+
+    That import leaves the frames it was called from in a reference cycle: ours would keep the model and every shard alive
+    until Python looks for cycles.
+    """
+    if "torch._dynamo" not in sys.modules:
+        importlib.import_module("torch._dynamo")
+        gc.collect()
 
 
 def _construct(

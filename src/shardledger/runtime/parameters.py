@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardledger.layout.flat import FlatLayout, Interval
 from shardledger.layout.homes import FlatHomes
 from shardledger.plan.roles import Home
 from shardledger.runtime import released
 from shardledger.runtime.describe import dtype_of
+
+_CHUNK = 1 << 20
+"""Elements that are compared at once, so that a comparison takes no memory to speak of."""
 
 
 class FlatParameters:
@@ -44,6 +48,8 @@ class FlatParameters:
         self.views = [self.full[s.start : s.start + s.numel].view(s.shape) for s in layout.slots]
         self.shard: torch.Tensor | None = None
         self.master: torch.Tensor | None = None
+        self._versions: list[int] = []
+        """Of the parameters when they were exposed: who writes to them counts them up."""
         self._stand_ins = [released.placeholder(s.shape, self.dtype, device) for s in layout.slots]
         self._full_bytes = self.full.untyped_storage().nbytes()
 
@@ -61,6 +67,26 @@ class FlatParameters:
         """Make the parameters views of the full flat."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             released.restore(parameter, view)
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def edited(self, *, thorough: bool) -> str | None:
+        """Name of an exposed parameter that something has written to; its gathered copy is about to be dropped.
+
+        ``thorough`` compares this rank's interval with its shard, and so finds writes through ``.data`` as well.
+        """
+        for parameter, slot, version in zip(self.parameters, self.layout.slots, self._versions, strict=True):
+            if parameter._version != version:
+                return slot.name
+        if not thorough or self.shard is None or isinstance(self.full, FakeTensor):
+            return None
+        ours = self.interval_of(self.full)
+        for piece in self.layout.pieces(self.rank):
+            span = piece.in_shard
+            for at in range(span.start, span.stop, _CHUNK):
+                end = min(at + _CHUNK, span.stop)
+                if not _same(ours[at:end], self.shard[at:end]):
+                    return piece.name
+        return None
 
     def release(self) -> None:
         """Free the full flat; only this rank's shard stays."""
@@ -71,6 +97,14 @@ class FlatParameters:
     def allocate(self) -> None:
         """Give the full flat its memory back, undefined."""
         self.full.untyped_storage().resize_(self._full_bytes)
+
+    def forget(self) -> None:
+        """Let go of all tensors; parameters that are released now have no values any more."""
+        for parameter in self.parameters:
+            released.abandon(parameter)
+        self.full = self.full.new_empty(0)
+        self.shard = self.master = None
+        self.parameters, self.views, self._stand_ins = [], [], []
 
     def release_storage(self) -> None:
         """Free the full flat before its parameters were ever exposed."""
@@ -114,6 +148,21 @@ class FlatParameters:
     def shard_follows(self) -> bool:
         """Whether the shard is a copy of the masters that must be made anew when they change."""
         return self.layout.param_sharded and self.homes.master is not None
+
+    def edited_masters(self) -> list[str]:
+        """Names of resident parameters whose weights are not what this rank's masters, which are at hand, round to."""
+        if self.master is None or self.layout.param_sharded or self.master_is_weights:
+            return []
+        if isinstance(self.full, FakeTensor):
+            return []
+        start, found = self.master_interval.start, []
+        for piece in self.layout.pieces_in(self.master_interval):
+            for at in range(piece.in_shard.start, piece.in_shard.stop, _CHUNK):
+                end = min(at + _CHUNK, piece.in_shard.stop)
+                if not _same(self.full[start + at : start + end], self.master[at:end]):
+                    found.append(piece.name)
+                    break
+        return found
 
     def reload(self, values: torch.Tensor) -> None:
         """Take new values for everything this rank keeps: this rank's interval where PARAM is sharded, else the full
@@ -180,3 +229,9 @@ class FlatParameters:
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of masters and moments: fp32, or the weights' own when that is wider."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _same(weights: torch.Tensor, kept: torch.Tensor) -> bool:
+    """Whether weights are bit for bit what ``kept`` rounds to; a NaN equals itself."""
+    rounded = kept.to(weights.device, weights.dtype)
+    return torch.equal(weights.view(torch.uint8), rounded.view(torch.uint8))

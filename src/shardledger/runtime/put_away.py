@@ -16,7 +16,7 @@ from shardledger.runtime.assemble import Parts
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.released import is_away
 from shardledger.transport.disk import SECTOR, AlignedBuffer, DiskFile, TierTraffic
-from shardledger.transport.disk_folder import claim_folder, remove_folder
+from shardledger.transport.disk_folder import claim_folder, remove_folder, remove_with
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """DeepSpeed's names: moments, fp32 masters, weights, gradients; there is no gradient buffer apart from the gradients."""
@@ -55,6 +55,7 @@ class PutAway:
         if path is not None:
             total = sum(_sectors(s.nbytes()) for s in storages)
             self._folder = claim_folder(path, total, self._parts.transport, "offload_states: nvme_path")
+            remove_with(self, self._folder)  # also when the program ends meanwhile
             self._file = DiskFile(self._folder / "states.bin", total, TierTraffic())
         offset = 0
         for storage in storages:
@@ -79,16 +80,31 @@ class PutAway:
     def bring_back(self) -> None:
         """Undo ``send``."""
         for saved in self._saved:
-            saved.storage.resize_(saved.nbytes)
-            target = torch.empty(0, dtype=torch.uint8, device=saved.storage.device).set_(saved.storage)  # type: ignore[call-overload]
-            if saved.values is not None:
-                target.copy_(saved.values)
-            else:
-                assert self._file is not None
-                self._move(self._file, target, saved.offset, write=False)
+            self._restore(saved)
         for flat in self._flats:
             flat.expose()
         self.drop()
+
+    def end(self) -> None:
+        """The engine ends meanwhile: bring back weights that every rank has whole, which are the model's, and no more."""
+        weights = {flat.full.untyped_storage()._cdata for flat in self._flats}
+        try:
+            for saved in self._saved:
+                if saved.storage._cdata in weights:
+                    self._restore(saved)
+            for flat in self._flats:
+                flat.expose()
+        finally:
+            self.drop()
+
+    def _restore(self, saved: _Saved) -> None:
+        saved.storage.resize_(saved.nbytes)
+        target = torch.empty(0, dtype=torch.uint8, device=saved.storage.device).set_(saved.storage)  # type: ignore[call-overload]
+        if saved.values is not None:
+            target.copy_(saved.values)
+        else:
+            assert self._file is not None
+            self._move(self._file, target, saved.offset, write=False)
 
     def drop(self) -> None:
         """Forget what was sent."""
@@ -109,7 +125,7 @@ class PutAway:
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         parts = self._parts
-        device = parts.units[0].flats[0].device.type
+        device = next((flat.device.type for unit in parts.units for flat in unit.flats), "cpu")  # a root may have none
         weights = "lp_params" in self.names
         for unit in parts.units:
             for flat in unit.flats:
@@ -151,7 +167,8 @@ def put_away(
         ConfigError: an unknown state or device, or no folder for the disk.
         EngineStateError: a backward pass is unfinished, or parameters are gathered.
     """
-    names = tuple(str(getattr(name, "value", name)) for name in (STATES if include is None else include))
+    include = STATES if include is None else (include,) if isinstance(include, str) else include
+    names = tuple(str(getattr(name, "value", name)) for name in include)
     unknown = [name for name in names if name not in STATES]
     if unknown:
         raise ConfigError(f"offload_states: there are no {unknown[0]!r}; include takes {', '.join(STATES)}.")

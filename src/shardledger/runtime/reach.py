@@ -176,7 +176,7 @@ def reach(parameter: object, doing: str) -> Reach:
             f"shardledger.initialize, between initialize and engine.destroy()."
         )
     parts, (unit, flat, slot) = found[0]
-    place = Reach(doing, parts, parts.units[unit], parts.units[unit].flats[flat], slot)
+    place = Reach(doing, parts.usable(), parts.units[unit], parts.units[unit].flats[flat], slot)
     if not place.flat.layout.trainable:
         raise place.error(
             "it was frozen at initialize, so it has no fp32 master, gradient or optimizer state. Its value is in "

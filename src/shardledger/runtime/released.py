@@ -14,11 +14,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardledger.errors import ReleasedParameterError
+from shardledger.runtime.conversions import CONVERSIONS
 
 _AWAY = "_shardledger_away"
 
 _MARK = "_shardledger_released"
 """Attribute of a parameter while it is released: its name and its own class."""
+
+_LOST = "_shardledger_lost"
+"""Attribute of a released parameter whose engine was destroyed: it has values nowhere."""
 
 
 class ReleasedParameter(nn.Parameter):
@@ -37,8 +41,18 @@ class ReleasedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = next((_name(a) for a in _flat(args, kwargs) if isinstance(a, ReleasedParameter)), "?")
+        if func is torch.Tensor.copy_ and is_lost(args[0]):
+            return _revive(args[0]).copy_(*args[1:], **(kwargs or {}))
         getter = getattr(func, "__self__", None)
         operation = getattr(getter if func.__name__ in ("__get__", "__set__") else func, "__name__", str(func))
+        if any(is_lost(a) for a in _flat(args, kwargs)):
+            raise _lost(name, operation)
+        if operation in CONVERSIONS:
+            raise ReleasedParameterError(
+                f"parameter {name!r} is sharded and its values are not on this rank now, so {operation!r} cannot convert it. "
+                f"Precision and device are set by the configuration and by shardledger.initialize(device=...): convert the "
+                f"model before, or take engine.state_dict()."
+            )
         raise ReleasedParameterError(
             f"parameter {name!r} is sharded and its values are not on this rank now, so {operation!r} cannot use it. "
             f"It is gathered while its own unit runs. To read or edit it elsewhere use shardledger.GatheredParameters "
@@ -55,6 +69,8 @@ class ReleasedParameter(nn.Parameter):
         return f"ReleasedParameter({_name(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if is_lost(self):
+            raise _lost(_name(self), "deepcopy")
         raise ReleasedParameterError(
             f"parameter {_name(self)!r} is sharded: copy the model before shardledger.initialize, or "
             f"load engine.state_dict() into a new one."
@@ -95,6 +111,34 @@ def restore(parameter: nn.Parameter, values: torch.Tensor) -> None:
         parameter.__class__ = getattr(parameter, _MARK)[1]
         delattr(parameter, _MARK)
     parameter.data = values
+
+
+def abandon(parameter: nn.Parameter) -> None:
+    """The engine of ``parameter`` ends. If its values are elsewhere now, they are lost: it takes new ones by ``copy_``."""
+    if type(parameter) is ReleasedParameter:
+        setattr(parameter, _LOST, True)
+
+
+def is_lost(value: object) -> bool:
+    """Whether ``value`` is a parameter that an engine took the values of to its grave."""
+    return isinstance(value, ReleasedParameter) and hasattr(value, _LOST)
+
+
+def _lost(name: str, operation: str) -> ReleasedParameterError:
+    return ReleasedParameterError(
+        f"parameter {name!r} has no values any more, so {operation!r} cannot use it: the engine that had sharded it was "
+        f"destroyed. Take engine.state_dict(all_ranks=True) before engine.destroy(), and fill the model with "
+        f"model.load_state_dict(...) after it, or build the model anew."
+    )
+
+
+def _revive(parameter: nn.Parameter) -> nn.Parameter:
+    """Give a lost parameter memory of its own, to be written over, and its class back."""
+    with torch._C.DisableTorchFunctionSubclass():
+        fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    delattr(parameter, _LOST)
+    restore(parameter, fresh)
+    return parameter
 
 
 def _name(parameter: ReleasedParameter) -> str:

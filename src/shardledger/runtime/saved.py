@@ -3,6 +3,9 @@
 Autograd keeps views of the full flat. When their backward comes at a time that no hook announced (a second backward over the
 first one's graph, a unit whose outputs no hook could find), the flat is empty, and reading the view would crash the process.
 Here each saved view is asked for when it is needed: its unit is gathered first.
+
+Two things that autograd does for tensors it saves itself are lost with hooks, and are done here. It saves no output with its
+own graph, which would be a cycle that nothing collects; and it refuses a tensor that was changed since it was saved.
 """
 
 from __future__ import annotations
@@ -26,6 +29,31 @@ class _SavedWeight:
     updates: int
 
 
+Kept = tuple[torch.Tensor, int]
+"""A saved tensor without its graph, and its version."""
+
+
+def keep(tensor: torch.Tensor) -> Kept:
+    """What a hook may store of a tensor that autograd saves."""
+    return tensor.detach(), tensor._version
+
+
+def give_back(kept: Kept) -> torch.Tensor:
+    """The tensor again.
+
+    Raises:
+        RuntimeError: it was changed in place since, as autograd says it.
+    """
+    tensor, version = kept
+    if tensor._version != version:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+            f"shape {tuple(tensor.shape)}, {tensor.dtype}, is at version {tensor._version}; version {version} was saved. "
+            f"Replace the in-place operation that follows its use."
+        )
+    return tensor
+
+
 class SavedWeights:
     """Hooks for autograd's saved tensors, for engines whose parameters are sharded."""
 
@@ -41,7 +69,7 @@ class SavedWeights:
         if note is None:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
+        def pack(tensor: torch.Tensor) -> Kept | _SavedWeight:
             note(tensor)
             return self._pack(tensor)
 
@@ -52,13 +80,13 @@ class SavedWeights:
         """Whether there is anything to watch."""
         return bool(self._flats)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
+    def _pack(self, tensor: torch.Tensor) -> Kept | _SavedWeight:
         flat = self._flats.get(tensor.untyped_storage()._cdata)
-        return tensor if flat is None else _SavedWeight(tensor.detach(), flat, self.updates)
+        return keep(tensor) if flat is None else _SavedWeight(tensor.detach(), flat, self.updates)
 
-    def _unpack(self, packed: torch.Tensor | _SavedWeight) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+    def _unpack(self, packed: Kept | _SavedWeight) -> torch.Tensor:
+        if isinstance(packed, tuple):
+            return give_back(packed)
         if packed.updates != self.updates:
             raise EngineStateError(
                 f"a graph built before engine.step() is propagated back after it: the weights it saved (unit of "

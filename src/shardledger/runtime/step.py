@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -75,6 +76,11 @@ class Stepper:
         self.skipped_in_a_row = 0
         self._gradients = [g for unit in units for g in unit.gradients]
         self._pieces = pieces
+        self._held = _tensors_of(optimizer)
+        self._guards = (
+            optimizer.register_step_pre_hook(self._refuse_others),
+            optimizer.register_load_state_dict_pre_hook(self._refuse_states),
+        )
         self._transport = transport
         self._plan = plan
 
@@ -85,15 +91,21 @@ class Stepper:
             EngineStateError: on all ranks, when gradients are not finite and the plan says to raise, when too many
                 steps in a row were skipped, or when the loss scale cannot get smaller.
         """
-        executor.complete()
-        norm_of_sum, weight, present = self._agree(window.weight)
-        divisor = self.divisor(weight)
-        norm = norm_of_sum / divisor if divisor else 0.0
-        applied = math.isfinite(norm)
-        coefficient = min(1.0, window.clip_norm / (norm + 1e-6)) if window.clip_norm > 0 and applied else 1.0
-        blame = "" if applied else self._find_blame()
-        if applied:
-            self._update(executor, coefficient / divisor if divisor else 0.0, present)
+        try:
+            self._refuse_changes()
+            executor.complete()
+            norm_of_sum, weight, present = self._agree(window.weight)
+            divisor = self.divisor(weight)
+            norm = norm_of_sum / divisor if divisor else 0.0
+            applied = math.isfinite(norm)
+            coefficient = min(1.0, window.clip_norm / (norm + 1e-6)) if window.clip_norm > 0 and applied else 1.0
+            blame = "" if applied else self._find_blame()
+            if applied:
+                self._update(executor, coefficient / divisor if divisor else 0.0, present)
+        except BaseException:
+            # Some may be scaled, others in flight: the engine drains and resets them, so that none comes into the next step.
+            self._let_go()
+            raise
         self.discard()
         self._judge(applied, blame, window.step)
         return StepOutcome(norm, coefficient, applied, blame)
@@ -107,8 +119,6 @@ class Stepper:
         else:
             ready = TileStep(self.offload, self.optimizer, self._run_optimizer)
             ready.run(executor, self._pieces, present, partial(self._sum_of, factor))
-        for piece in self._pieces:
-            piece.values.grad = None
 
     def _sum_of(self, factor: float, flat: FlatParameters) -> torch.Tensor | None:
         """The scaled gradient of a flat, where its optimizer step is taken."""
@@ -197,30 +207,80 @@ class Stepper:
         """Forget the gradients of this accumulation window."""
         for gradients in self._gradients:
             gradients.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """The optimizer has no gradients any more."""
+        for piece in self._pieces:
+            piece.values.grad = None
 
     def forget(self) -> None:
-        """Drop everything that keeps tensors alive."""
+        """Let go of all tensors; the optimizer has no parameters from now on, and refuses to step over none."""
         self._gradients = []
         self._pieces = []
+        self.offload = None
+        for guard in self._guards:
+            guard.remove()
+        self.optimizer.register_step_pre_hook(_refuse_ended)
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+    def _refuse_changes(self) -> None:
+        for gradients in self._gradients:
+            gradients.refuse_changes()
+        held = _tensors_of(self.optimizer)
+        if held != self._held:
+            raise EngineStateError(
+                f"the optimizer's param groups hold {held} tensors now, and the engine gave it {self._held}: what was "
+                f"added is not trained. Parameters and their groups are set before shardledger.initialize "
+                f"(model_parameters=...); learning rates and other options may change any time."
+            )
+
+    def _refuse_states(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Before ``optimizer.load_state_dict``: states have the shapes of this rank's pieces, or are another layout's."""
+        held = [values for group in optimizer.param_groups for values in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        for values, number in zip(held, numbers, strict=False):
+            for key, item in state["state"].get(number, {}).items():
+                if isinstance(item, torch.Tensor) and item.dim() and item.shape != values.shape:
+                    name = next(piece.name for piece in self._pieces if piece.values is values)
+                    raise EngineStateError(
+                        f"optimizer.load_state_dict: {key!r} of shape {tuple(item.shape)} does not fit this rank's part of "
+                        f"parameter {name!r}, {tuple(values.shape)}. This optimizer works on shards: continue with "
+                        f"engine.load_checkpoint, which fits any number of ranks and any stage, or set single states with "
+                        f"shardledger.utils.safe_set_full_optimizer_state."
+                    )
+
+    def _refuse_others(self, *_: Any) -> None:
+        if not self.running:
+            raise EngineStateError(
+                "optimizer.step() was called directly. The gradients are in the engine: call engine.step(), which "
+                "reduces, clips, updates and advances the scheduler."
+            )
 
     def _agree(self, weight: float) -> tuple[float, float, dict[str, bool]]:
         """Global norm of the summed gradients, summed weight, and which parameters had a gradient on any rank.
 
-        Squares are added over this rank's shards in fp64, then over ranks in rank order, at every stage alike.
+        Squares are added over this rank's shards in fp64, then over ranks in rank order, at every stage alike. Where the
+        plan's norm is the largest absolute value, that is what travels instead.
         """
         names, flags = [], []
         for gradients in self._gradients:
             names += [slot.name for slot in gradients.flat.layout.slots]
             flags += gradients.present
-        norm = self._exact_norm() if self._plan.reproducible else None
-        square = 0.0 if norm is not None else self._local_square()
+        by_largest = self._plan.step.norm == "inf"
+        norm = self._exact_norm() if self._plan.reproducible and not by_largest else None
+        measure = exact.largest(self._shards()) if by_largest else self._local_square() if norm is None else 0.0
         words = [
             sum(1 << bit for bit, f in enumerate(flags[i : i + FLAGS_PER_NUMBER]) if f)
             for i in range(0, len(flags), FLAGS_PER_NUMBER)
         ]
         rows = self._transport.exchange(
-            torch.tensor([square, weight, *words], dtype=torch.float64), "exchange of the gradient norm"
+            torch.tensor([measure, weight, *words], dtype=torch.float64), "exchange of the gradient norm"
         ).tolist()
+        if by_largest:
+            norm = largest_of(row[0] for row in rows)
         total = total_weight = 0.0
         for row in rows:
             total += row[0]
@@ -245,7 +305,7 @@ class Stepper:
         rows = self._transport.exchange(
             torch.tensor([exact.largest(shards)], dtype=torch.float64), "exchange of the largest gradient"
         )
-        bound = max(row[0] if row[0] == row[0] else math.inf for row in rows.tolist())
+        bound = largest_of(row[0] for row in rows.tolist())
         if bound == 0 or not math.isfinite(bound):
             return bound
         sums = self._transport.exchange(
@@ -269,6 +329,22 @@ def scaled_sum(gradients: FlatGradients, factor: float) -> torch.Tensor | None:
     if reduced.dtype != flat.master_dtype:
         reduced = reduced.to(flat.master_dtype)
     return reduced if factor == 1.0 else reduced.mul_(factor)
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _refuse_ended(*_: Any) -> None:
+    raise EngineStateError(
+        "the engine of this optimizer was destroyed, and with it what the optimizer had to update. Build a new optimizer "
+        "over the model's parameters."
+    )
+
+
+def largest_of(values: Iterable[float]) -> float:
+    """The largest; infinite when one is NaN."""
+    return max(value if value == value else math.inf for value in values)
 
 
 def square_sum(tensor: torch.Tensor) -> float:

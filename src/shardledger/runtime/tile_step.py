@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import torch
 
@@ -29,6 +29,8 @@ class TileStep:
         self._offload = offload
         self._optimizer = optimizer
         self._step = step
+        self._whole = [group["params"] for group in optimizer.param_groups]
+        self._group_of = {id(p): number for number, params in enumerate(self._whole) for p in params}
 
     def run(self, executor: Executor, pieces: Sequence[Piece], present: Mapping[str, bool], sum_of: SumOf) -> None:
         """Update everything that has a gradient on any rank, and bring the new weights to all ranks.
@@ -66,28 +68,30 @@ class TileStep:
         replicate_done()
         gradient: torch.Tensor | None = None
         of: FlatParameters | None = None
-        for tile in self._offload.in_turn(tiles, self._optimizer):
-            if tile.flat is not of:
-                of, gradient = tile.flat, sum_of(tile.flat)
-            for piece in tile.pieces:
-                point(piece, gradient, present)
-            with self._only(tile.pieces):
-                self._step()
-            self._offload.publish(tile)
-            left[id(tile.flat)] -= 1
-            replicate_done()
+        with closing(self._offload.in_turn(tiles, self._optimizer)) as in_turn:
+            for tile in in_turn:
+                if tile.flat is not of:
+                    of, gradient = tile.flat, sum_of(tile.flat)
+                for piece in tile.pieces:
+                    point(piece, gradient, present)
+                with self._only(tile.pieces):
+                    self._step()
+                self._offload.publish(tile)
+                left[id(tile.flat)] -= 1
+                replicate_done()
         for work in works:
             work.wait()
 
     @contextmanager
     def _only(self, pieces: Sequence[Piece]) -> Iterator[None]:
-        """Inside, the optimizer holds ``pieces`` alone."""
-        groups = self._optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        wanted = {id(piece.values) for piece in pieces}
+        """Inside, the optimizer holds ``pieces`` alone, in the order of its groups."""
+        groups, whole = self._optimizer.param_groups, self._whole
+        held: list[list[torch.Tensor]] = [[] for _ in groups]
+        for piece in pieces:
+            held[self._group_of[id(piece.values)]].append(piece.values)
         try:
-            for group, params in zip(groups, whole, strict=True):
-                group["params"] = [p for p in params if id(p) in wanted]
+            for group, params in zip(groups, held, strict=True):
+                group["params"] = params
             self._optimizer.param_groups = [group for group in groups if group["params"]]
             yield
         finally:

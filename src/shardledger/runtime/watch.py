@@ -9,6 +9,7 @@ from torch import nn
 
 from shardledger.errors import EngineStateError
 from shardledger.runtime.describe import owners
+from shardledger.runtime.offload import Offload
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.unit import Unit
 
@@ -16,8 +17,9 @@ from shardledger.runtime.unit import Unit
 class Watch:
     """Compares the module's parameters with the engine's."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], offload: Offload | None = None) -> None:
         self._model = model
+        self._offload = offload
         self._flats = [flat for unit in units for flat in unit.flats]
         self._places = owners(model)
         self._known = {id(parameter) for flat in self._flats for parameter in flat.parameters}
@@ -31,8 +33,11 @@ class Watch:
         self._versions = {id(parameter): parameter._version for parameter in resident}
 
     @torch.no_grad()
-    def check(self) -> None:
+    def check(self, *, thorough: bool = False) -> None:
         """Take over edits of 16-bit weights into their masters, and refuse what cannot be taken over.
+
+        Edits count up a parameter's version; those through ``.data`` do not, and are found by comparing values
+        (``thorough``).
 
         Raises:
             EngineStateError: a parameter was added, replaced or given other memory, or a frozen one was unfrozen.
@@ -47,12 +52,22 @@ class Watch:
                 if slot.numel and parameter.data_ptr() != view.data_ptr():
                     raise _changed(slot.name, "was given other memory (p.data = ..., model.half(), assign=True)")
                 if parameter._version != self._versions[id(parameter)]:
-                    flat.take_over(slot.name)
+                    self._take_over(flat, slot.name)
                     self._versions[id(parameter)] = parameter._version
+            if thorough:
+                for name in flat.edited_masters():
+                    self._take_over(flat, name)
             self._check_frozen(flat)
         for name, parameter in self._model.named_parameters():
             if id(parameter) not in self._known:
                 raise _changed(name, "was added")
+
+    def _take_over(self, flat: FlatParameters, name: str) -> None:
+        if self._offload is None:
+            flat.take_over(name)
+        else:  # masters may rest on disk
+            with self._offload.opened([flat], None, write=True):
+                flat.take_over(name)
 
     def _check_frozen(self, flat: FlatParameters) -> None:
         if flat.layout.trainable:

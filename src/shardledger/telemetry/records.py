@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 
@@ -55,8 +55,16 @@ class StepRecord(Record):
     offload: Mapping[str, str]  # {"optimizer": home, "param": home}, "none" without offload
     skipped: bool
     loss_scale: float
-    offload_wait_s: Mapping[str, float] = field(default_factory=lambda: {"host": 0.0, "disk": 0.0})
-    """Seconds of the step spent waiting for each tier that states rest on, means over ranks."""
+    offload_wait_s: Mapping[str, float] | None = None
+    """Seconds of the step spent waiting for each tier that states rest on (``"host"``, ``"disk"``), means over ranks; left
+    out where nothing is offloaded."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As for every record, without ``offload_wait_s`` where there is none."""
+        fields = super().to_dict()
+        if self.offload_wait_s is None:
+            del fields["offload_wait_s"]
+        return fields
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
 """Tensors on disk: one preallocated file, read and written by a few threads past the page cache.
 
+A file loses its name as soon as it is open: the system frees it with the process, however that ends.
+
 Python's ``preadv`` and ``pwritev`` release the interpreter's lock, so a thread's reads overlap with computing. Direct I/O
 needs sectors: offsets, sizes and addresses are multiples of ``SECTOR``, which ``AlignedBuffer`` provides.
 """
@@ -28,6 +30,9 @@ _CHUNK = 4 << 20
 """Bytes of one read or write: large enough for the disk's full speed, small enough to occupy all threads."""
 
 _THREADS = 4
+
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
+"""How a file system says that it has no direct I/O."""
 
 
 @dataclass
@@ -63,9 +68,9 @@ class AlignedBuffer:
 class Transfer:
     """Reads or writes under way. ``wait`` finishes them; their buffer belongs to them until then."""
 
-    def __init__(self, futures: list[Future[None]], traffic: TierTraffic, what: str) -> None:
+    def __init__(self, futures: list[Future[None]], file: DiskFile, what: str) -> None:
         self._futures = futures
-        self._traffic = traffic
+        self._file = file
         self._what = what
 
     @property
@@ -85,68 +90,97 @@ class Transfer:
             for future in futures:
                 future.result()
         except OSError as error:
-            raise EngineStateError(
-                f"{self._what}: {error.strerror or error}. The offloaded state is lost; resume from the last checkpoint "
-                f"on a disk that works."
-            ) from error
+            raise self._file.fail(f"{self._what}: {error.strerror or error}") from error
         finally:
-            self._traffic.wait_s += time.perf_counter() - begin
+            self._file.traffic.wait_s += time.perf_counter() - begin
 
 
 class DiskFile:
-    """One file of fixed size. The folder must exist; the file is made, with all its bytes reserved."""
+    """One file of fixed size without a name. The folder must exist; the file is made, with all its bytes reserved."""
 
     def __init__(self, path: Path, nbytes: int, traffic: TierTraffic) -> None:
         self.path = path
         self.nbytes = -(-nbytes // SECTOR) * SECTOR
         self.direct = True
         """Whether the file system takes direct I/O; elsewhere bytes pass through its cache."""
-        self._traffic = traffic
+        self.failure: str | None = None
+        """The first read or write that failed. What rests in the file can no longer be trusted: nothing is read after it."""
+        self.traffic = traffic
         self._file = self._open()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardledger-disk")
-        self._end = weakref.finalize(self, _shut, self._file, path, self._pool)  # also without close
+        self._end = weakref.finalize(self, _shut, self._file, self._pool, os.getpid())  # also without close
 
     def read(self, offset: int, buffer: AlignedBuffer, start: int, nbytes: int) -> Transfer:
         """Start reading ``nbytes`` at ``offset`` to ``buffer[start:]``."""
-        self._traffic.read_bytes += nbytes
+        self.traffic.read_bytes += nbytes
         return self._start(os.preadv, "read", offset, buffer.view[start : start + nbytes])
 
     def write(self, offset: int, buffer: AlignedBuffer, start: int, nbytes: int) -> Transfer:
         """Start writing ``buffer[start : start + nbytes]`` at ``offset``."""
-        self._traffic.written_bytes += nbytes
+        self.traffic.written_bytes += nbytes
         return self._start(os.pwritev, "write", offset, buffer.view[start : start + nbytes])
 
     def close(self) -> None:
-        """Wait for what is under way, close and remove the file."""
+        """Wait for what is under way, and give the bytes back to the disk."""
         self._end()
+
+    def check(self) -> None:
+        """Raise ``EngineStateError`` if a read or write has failed before."""
+        if self.failure is not None:
+            raise EngineStateError(self.failure)
+
+    def fail(self, what: str) -> EngineStateError:
+        """Note that a read or write has failed; the error to raise."""
+        lost = f"{what}. The offloaded state is lost; resume from the last checkpoint on a disk that works."
+        self.failure = self.failure or lost
+        return EngineStateError(lost)
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        try:
-            file = os.open(self.path, flags | getattr(os, "O_DIRECT", 0), 0o600)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            self.path.unlink(missing_ok=True)  # made before its flag was refused
-            file = os.open(self.path, flags, 0o600)
-            self.direct = False
+        file = os.open(self.path, flags, 0o600)
         try:
             if self.nbytes:
-                os.posix_fallocate(file, 0, self.nbytes)
+                _reserve(file, self.nbytes)
+            direct = self._past_the_cache(file)
         except OSError as error:
             os.close(file)
-            self.path.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise full(self.path.parent, self.nbytes, free_bytes(self.path.parent)) from error
-        return file
+        finally:
+            self.path.unlink(missing_ok=True)
+        if direct is None:
+            self.direct = False
+            return file
+        os.close(file)
+        return direct
+
+    def _past_the_cache(self, file: int) -> int | None:
+        """The same file opened for direct I/O; None where the file system refuses to open or to write so."""
+        try:
+            direct = os.open(self.path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            return None
+        try:
+            os.fsync(file)  # what the reservation left in the cache must not come over what is written past it
+            if self.nbytes:
+                os.pwritev(direct, [AlignedBuffer(SECTOR).view], 0)
+        except OSError as error:
+            os.close(direct)
+            if error.errno not in _REFUSALS:
+                raise
+            return None
+        return direct
 
     def _start(self, call: Callable[..., int], verb: str, offset: int, view: memoryview) -> Transfer:
+        self.check()
         futures = [
             self._pool.submit(self._move, call, offset + first, view[first : first + _CHUNK])
             for first in range(0, len(view), _CHUNK)
         ]
-        return Transfer(futures, self._traffic, f"cannot {verb} {self.path} at byte {offset}")
+        return Transfer(futures, self, f"cannot {verb} {self.path} at byte {offset}")
 
     def _move(self, call: Callable[..., int], offset: int, view: memoryview) -> None:
         begin = time.perf_counter()
@@ -156,14 +190,26 @@ class DiskFile:
             if moved <= 0:
                 raise OSError(errno.EIO, f"the file ended at byte {offset + done}; was it cut short from outside?")
             done += moved
-        with self._traffic.lock:
-            self._traffic.busy_s += time.perf_counter() - begin
+        with self.traffic.lock:
+            self.traffic.busy_s += time.perf_counter() - begin
 
 
-def _shut(file: int, path: Path, pool: ThreadPoolExecutor) -> None:
-    pool.shutdown(wait=True)
+def _reserve(file: int, nbytes: int) -> None:
+    """Take the bytes from the disk now. ``file`` is not open for direct I/O: the C library may write single bytes."""
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _REFUSALS:
+            raise
+        zeros = bytes(_CHUNK)
+        done = 0
+        while done < nbytes:
+            done += os.pwrite(file, zeros[: nbytes - done], done)
+
+
+def _shut(file: int, pool: ThreadPoolExecutor, owner: int) -> None:
+    pool.shutdown(wait=os.getpid() == owner)  # a forked child has none of the threads
     os.close(file)
-    path.unlink(missing_ok=True)
 
 
 def free_bytes(folder: Path) -> int:
@@ -175,7 +221,7 @@ def free_bytes(folder: Path) -> int:
 def full(folder: Path, wanted: int, free: int) -> DoesNotFitError:
     """The error for a disk that is too small."""
     left = sorted(str(entry.name) for entry in folder.parent.glob("shardledger-*") if entry != folder)
-    hint = f" Folders of other runs lie there, maybe of runs that were killed: {', '.join(left[:4])}." if left else ""
+    hint = f" Engines and ranks that keep files there (lsof +L1 shows them): {', '.join(left[:4])}." if left else ""
     return DoesNotFitError(
         f"offload to {folder.parent}: {wanted:,} bytes are wanted there and {free:,} are free.{hint} Free some, or name "
         f"another folder in nvme_path."

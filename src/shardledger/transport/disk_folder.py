@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import socket
+import time
+import weakref
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 
+import psutil
 import torch
 
 from shardledger.errors import ConfigError, DoesNotFitError, RanksDisagreeError
@@ -17,6 +21,9 @@ from shardledger.transport.disk import free_bytes, full
 from shardledger.transport.port import Transport
 
 _FAILED = float(2**52)
+
+_SURELY_STARTED = 600.0
+"""Seconds after which a folder without files is not one that is just being made."""
 
 
 def claim_folder(path: str, wanted: int, transport: Transport, key: str) -> Path:
@@ -42,8 +49,8 @@ def claim_folder(path: str, wanted: int, transport: Transport, key: str) -> Path
     except ConfigError as error:
         problem = error
     row = torch.tensor([_FAILED if problem else where, float(wanted), float(free)], dtype=torch.float64)
-    rows = transport.exchange(row, f"comparison of {key}").tolist()
     try:
+        rows = transport.exchange(row, f"comparison of {key}").tolist()
         if problem is not None:
             raise problem
         failed = [rank for rank, other in enumerate(rows) if other[0] == _FAILED]
@@ -67,6 +74,16 @@ def claim_folder(path: str, wanted: int, transport: Transport, key: str) -> Path
     return folder
 
 
+def remove_with(owner: object, folder: Path) -> None:
+    """Remove a folder when ``owner`` ends, or the program does; not when a forked child of it ends."""
+    weakref.finalize(owner, _remove_in, os.getpid(), folder)
+
+
+def _remove_in(process: int, folder: Path) -> None:
+    if os.getpid() == process:
+        remove_folder(folder)
+
+
 def remove_folder(folder: Path | None) -> None:
     """Remove a folder made by ``claim_folder``, if it is still there."""
     if folder is not None:
@@ -88,9 +105,24 @@ def _make(place: Path, key: str, rank: int) -> Path:
     try:
         if not place.is_dir():
             raise NotADirectoryError if place.exists() else FileNotFoundError
+        _sweep(place)
         return Path(mkdtemp(prefix=f"shardledger-{socket.gethostname()}-{os.getpid()}-rank{rank}-", dir=place))
     except OSError as error:
         raise ConfigError(
             f"{key} = {str(place)!r}: {tell(error)}. Name an existing folder on a fast local disk that rank {rank} can "
             f"write to."
         ) from error
+
+
+def _sweep(place: Path) -> None:
+    """Remove empty folders that killed runs of this machine have left; their files ended with them."""
+    start = f"shardledger-{socket.gethostname()}-"
+    for folder in place.glob(f"{glob.escape(start)}*-rank*-*"):
+        process = folder.name.removeprefix(start).split("-")[0]
+        try:
+            if not process.isdigit() or psutil.pid_exists(int(process)):
+                continue
+            if time.time() - folder.stat().st_mtime > _SURELY_STARTED:
+                folder.rmdir()  # succeeds only when it is empty
+        except OSError:
+            continue

@@ -38,7 +38,9 @@ _CURE = (
 class Notice:
     """The headers of one collective under way."""
 
-    def __init__(self, what: str, header: torch.Tensor) -> None:
+    def __init__(self, number: int, what: str, header: torch.Tensor) -> None:
+        self.number = number
+        """How many collectives this engine has announced, this one included."""
         self.what = what
         self.header = header
         self.sent: list[tuple[int, Pending]] = []
@@ -143,7 +145,7 @@ class Guard:
         self._sequence += 1
         digest = "" if kind else what
         header = torch.tensor([self._sequence * _KINDS + kind, _digest(digest)], dtype=torch.int64)
-        notice = Notice(what, header)
+        notice = Notice(self._sequence, what, header)
         for peer in self._others(-1):
             buffer = torch.empty_like(header)
             notice.expected.append((peer, self._try(peer, what, self._mailbox.receive, buffer), buffer))

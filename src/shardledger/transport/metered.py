@@ -6,26 +6,17 @@ import torch
 
 from shardledger.telemetry.live import PHASES, LiveBytes
 from shardledger.transport.port import ReduceHow, Transport, Work
+from shardledger.transport.wrapped import WrappedTransport
 
 
-class MeteredTransport:
+class MeteredTransport(WrappedTransport):
     """Passes everything to ``inner`` and tells ``meter`` while ``inner`` is at work."""
 
     def __init__(self, inner: Transport, meter: LiveBytes) -> None:
-        self.rank = inner.rank
-        self.world = inner.world
-        self.counters = inner.counters
-        self._inner = inner
+        super().__init__(inner)
         self._meter = meter
 
-    @property
-    def where(self) -> str:
-        """See ``Transport.where``. Its phase is the counter's, too."""
-        return self._inner.where
-
-    @where.setter
-    def where(self, where: str) -> None:
-        self._inner.where = where
+    def _entered(self, where: str) -> None:
         phase = where.rpartition(", ")[2]
         if phase in PHASES and phase != self._meter.scope.phase:
             self._meter.enter(phase)
@@ -59,14 +50,6 @@ class MeteredTransport:
         """See ``Transport.exchange``."""
         with self._meter.communicating():
             return self._inner.exchange(values, label)
-
-    def close(self) -> None:
-        """See ``Transport.close``."""
-        self._inner.close()
-
-    def give_up(self, reason: str) -> None:
-        """See ``Transport.give_up``."""
-        self._inner.give_up(reason)
 
 
 class _MeteredWork(Work):

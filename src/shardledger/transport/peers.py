@@ -6,6 +6,7 @@ taken in fp32 in a fixed order whatever the wire dtype. Gloo's own reduce-scatte
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ class PeerTransport:
         self.counters = Counters()
         self._mailbox = mailbox
         self._guard = Guard(mailbox, engine)
+        self._rounds: deque[tuple[Notice, Work]] = deque()
+        """Reductions of several buckets, as announced: the others get the next bucket when this rank finishes them."""
 
     @property
     def where(self) -> str:
@@ -55,7 +58,10 @@ class PeerTransport:
                 self._sum_bucket(bucket, full, out, column, how)
                 bucket = self._launch_bucket(full, columns[here + 1], how, ticket) if here + 1 < len(columns) else None
 
-        return Work(self.counters, finish)
+        work = Work(self.counters, finish)
+        if len(columns) > 1:
+            self._rounds.append((ticket.notice, work))
+        return work
 
     def all_gather(self, full: torch.Tensor, label: str) -> Work:
         """See ``Transport.all_gather``. No staging: shards arrive in place."""
@@ -148,11 +154,13 @@ class PeerTransport:
 
     def close(self) -> None:
         """See ``Transport.close``."""
+        self._finish_before(None)
         self._guard.farewell()
 
     def give_up(self, reason: str) -> None:
         """See ``Transport.give_up``."""
         self._guard.give_up(reason)
+        self._rounds.clear()
 
     def _announce(self, what: str, numel: int, dtype: torch.dtype) -> _Ticket:
         notice, tag = self._guard.announce(what, f"{numel} elements of {str(dtype).removeprefix('torch.')}")
@@ -169,7 +177,17 @@ class PeerTransport:
         messages += [_Message(peer, self._try(ticket, peer, send, tensor, peer)) for peer, tensor in outgoing]
         return messages
 
+    def _finish_before(self, notice: Notice | None) -> None:
+        """Finish the reductions announced before ``notice``.
+
+        A rank that blocks in one collective has so done its part in all before it. Otherwise one could wait for the next
+        bucket of a reduction while another waits for what the first runs after it, and neither would learn that they part.
+        """
+        while self._rounds and (notice is None or self._rounds[0][0].number < notice.number):
+            self._rounds.popleft()[1].settle()
+
     def _settle(self, messages: list[_Message], ticket: _Ticket) -> None:
+        self._finish_before(ticket.notice)
         self._guard.check(ticket.notice)
         for message in messages:
             try:

@@ -84,14 +84,19 @@ class Work:
 
     def wait(self) -> None:
         """Block until the result is in place; a second call does nothing."""
-        finish, self._finish = self._finish, None
-        if finish is None:
+        if self._finish is None:
             return
         start = time.perf_counter()
         try:
-            finish()
+            self.settle()
         finally:
             self._counters.wait_s += time.perf_counter() - start
+
+    def settle(self) -> None:
+        """``wait`` inside another collective's, which counts the seconds."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
 
 class Transport(Protocol):

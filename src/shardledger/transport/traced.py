@@ -6,26 +6,15 @@ import torch
 
 from shardledger.telemetry.trace import Spans
 from shardledger.transport.port import ReduceHow, Transport, Work
+from shardledger.transport.wrapped import WrappedTransport
 
 
-class TracedTransport:
+class TracedTransport(WrappedTransport):
     """Passes everything to ``inner``. A collective that does not block is a span from its start to the end of its wait."""
 
     def __init__(self, inner: Transport, spans: Spans) -> None:
-        self.rank = inner.rank
-        self.world = inner.world
-        self.counters = inner.counters
-        self._inner = inner
+        super().__init__(inner)
         self._spans = spans
-
-    @property
-    def where(self) -> str:
-        """See ``Transport.where``."""
-        return self._inner.where
-
-    @where.setter
-    def where(self, where: str) -> None:
-        self._inner.where = where
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, how: ReduceHow) -> Work:
         """See ``Transport.reduce_scatter``."""
@@ -60,14 +49,6 @@ class TracedTransport:
         """See ``Transport.exchange``."""
         with self._spans.span(label, "communication"):
             return self._inner.exchange(values, label)
-
-    def close(self) -> None:
-        """See ``Transport.close``."""
-        self._inner.close()
-
-    def give_up(self, reason: str) -> None:
-        """See ``Transport.give_up``."""
-        self._inner.give_up(reason)
 
 
 class _TracedWork(Work):

@@ -52,6 +52,8 @@ class Arithmetic:
     """Mean over ranks (else sum). Over micro-batches it is always the mean."""
     clip_norm: float
     """Largest norm of the gradient; 0 is no clipping."""
+    norm_order: float
+    """2, or inf: which norm that is."""
     world: int
     accumulation: int
 
@@ -254,7 +256,7 @@ class OneProcess:
                 continue
             master.grad = gradient.to(master.dtype).div_(divisor)
         present = [master.grad for master in self._masters if master.grad is not None]
-        norm = torch.nn.utils.get_total_norm([gradient.abs().double() for gradient in present])
+        norm = torch.nn.utils.get_total_norm([gradient.abs().double() for gradient in present], plan.norm_order)
         applied = bool(norm.isfinite())
         if applied:
             if plan.clip_norm > 0:
