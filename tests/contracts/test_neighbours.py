@@ -13,9 +13,8 @@ import torch
 
 from contracts.test_transport_faults import PATIENCE_S, SILENCE_S, all_gather, exchange, gather, reduce
 from shardledger.errors import PeerLostError, RanksDisagreeError
-from shardledger.transport.neighbours import Board, NeighboursMailbox, Place, Seat
+from shardledger.transport.neighbours import Lines, NeighboursMailbox
 from shardledger.transport.peers import PeerTransport
-from shardledger.transport.process_memory import pieces
 from support.ranks import run_ranks, run_ranks_raw
 from support.training import group, place
 
@@ -24,12 +23,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_yield"), reason="needs Li
 
 def mailboxes(world: int, timeout_s: float = PATIENCE_S) -> list[NeighboursMailbox]:
     """Ranks that are threads of this process: it reads its own memory the same way."""
-    first = Board(world)
-    boards = [first, *(Board(world, (os.getpid(), first.file)) for _ in range(world - 1))]
-    os.close(first.file)
-    seats = [Seat() for _ in range(world)]
-    places = [seat.place for seat in seats]
-    return [NeighboursMailbox(rank, boards[rank], seats[rank], places, timeout_s) for rank in range(world)]
+    lines = [Lines() for _ in range(world)]
+    addresses = [one.address for one in lines]
+    for rank, one in enumerate(lines):
+        one.outboxes = {peer: address.open() for peer, address in enumerate(addresses) if peer != rank}
+    return [NeighboursMailbox(rank, addresses, lines[rank], timeout_s) for rank in range(world)]
 
 
 def on_threads(world: int, body, timeout_s: float = PATIENCE_S) -> list:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from dataclasses import astuple
 
 import torch
 
 from shardledger.transport.gloo import GlooMailbox
-from shardledger.transport.neighbours import Board, NeighboursMailbox, Place, Seat
+from shardledger.transport.neighbours import Address, Lines, NeighboursMailbox
 from shardledger.transport.peers import PeerTransport
-from shardledger.transport.process_memory import ProcessMemoryError, let_others_read
+from shardledger.transport.process_memory import let_read
 
 _log = logging.getLogger("shardledger")
 WIRES = ("auto", "shared_memory", "gloo")
@@ -27,54 +28,43 @@ def meet(engine: int, wire: str, timeout_s: float) -> PeerTransport:
         PeerLostError: another rank did not come.
     """
     gloo = PeerTransport(GlooMailbox(), engine)
-    if wire == "shared_memory":
-        let_others_read()
-    seat, board = Seat(), _make_board(gloo)
-    file = board.file if board else -1
-    try:
-        seen = seat.place
-        mine = [WIRES.index(wire), file, seen.pid, seen.address, seen.nonce]
-        rows = gloo.exchange(torch.tensor(mine, dtype=torch.int64), "meeting of ranks").tolist()
-        places = [Place(*row[2:]) for row in rows]
-        refusal = _look_around([row[0] for row in rows], places)
-        if board is None and not refusal[1]:
-            board, refusal = _find_board(gloo.world, places[0].pid, int(rows[0][1]))
-        verdicts = gloo.exchange(torch.tensor(refusal, dtype=torch.int64), "agreement on a wire").tolist()
-    finally:
-        if file >= 0:
-            os.close(file)  # all have it, or nobody needs it
+    lines = None if wire == "gloo" else _lines(wire)
+    mine = [WIRES.index(wire), *(astuple(lines.address) if lines else (0, 0, 0, 0))]
+    rows = gloo.exchange(torch.tensor(mine, dtype=torch.int64), "meeting of ranks").tolist()
+    addresses = [Address(*row[1:]) for row in rows]
+    refusal = _connect(gloo.rank, lines, addresses, [WIRES[row[0]] for row in rows])
+    verdicts = gloo.exchange(torch.tensor(refusal, dtype=torch.int64), "agreement on a wire").tolist()
     reasons = [(rank, *verdict) for rank, verdict in enumerate(verdicts) if verdict[1]]
-    if board is not None and not reasons:
-        return PeerTransport(NeighboursMailbox(gloo.rank, board, seat, places, timeout_s), engine)
+    if lines is not None and not reasons:
+        return PeerTransport(NeighboursMailbox(gloo.rank, addresses, lines, timeout_s), engine)
     if gloo.rank == 0 and wire != "gloo":
         _log.log(logging.WARNING if wire == "shared_memory" else logging.INFO, _why_not(*reasons[0]))
     return gloo
 
 
-def _make_board(gloo: PeerTransport) -> Board | None:
+def _lines(wire: str) -> Lines | None:
+    """This rank's inbox, and leave for the others to find it: for ``"auto"``, for what the same launcher has started."""
+    launcher = os.getppid()
+    if wire == "shared_memory" or launcher > 1:
+        let_read(None if wire == "shared_memory" else launcher)
     try:
-        return Board(gloo.world) if gloo.rank == 0 else None
-    except (AttributeError, OSError):  # not Linux, or no memory for it
+        return Lines()
+    except (AttributeError, OSError):  # not Linux, or no file free
         return None
 
 
-def _find_board(world: int, pid: int, file: int) -> tuple[Board | None, tuple[int, int]]:
-    """The board that rank 0 made, or (0, errno)."""
-    try:
-        return Board(world, (pid, file)), (0, 0)
-    except OSError as error:
-        return None, (0, error.errno or errno.EIO)
-
-
-def _look_around(wires: list[int], places: list[Place]) -> tuple[int, int]:
-    """The first rank that does not take part or cannot be read, and the errno of that; (0, 0) when there is none."""
-    for rank, (wire, place) in enumerate(zip(wires, places, strict=True)):
-        if wire == WIRES.index("gloo"):
-            return rank, errno.ECANCELED
+def _connect(rank: int, lines: Lines | None, addresses: list[Address], wires: list[str]) -> tuple[int, int]:
+    """Open the others' inboxes. Returns the first rank that keeps this one from it, and the errno of that, or (0, 0)."""
+    if "gloo" in wires:
+        return wires.index("gloo"), errno.ECANCELED
+    if lines is None:
+        return rank, errno.ENOSYS
+    for peer, address in enumerate(addresses):
         try:
-            place.check()
-        except ProcessMemoryError as error:
-            return rank, error.code
+            if peer != rank:
+                lines.outboxes[peer] = address.open()
+        except OSError as error:
+            return peer, error.errno or errno.EIO
     return 0, 0
 
 
@@ -84,6 +74,6 @@ def _why_not(rank: int, peer: int, code: int) -> str:
     why = {
         errno.ESRCH: "they are on different machines or in different containers",
         errno.EPERM: 'the kernel forbids it (with ptrace_scope 1, "transport": "shared_memory" asks for permission)',
-        errno.ENOSYS: "that needs Linux on x86-64",
+        errno.ENOSYS: "that needs Linux",
     }
     return f"rank {rank} cannot read the memory of rank {peer}: {why.get(code, os.strerror(code))}. All ranks use gloo."

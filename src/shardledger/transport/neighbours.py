@@ -1,156 +1,231 @@
 """Messages between ranks of one machine without sockets: payloads are copied once, out of the sender's memory.
 
-The ranks share a *board*: memory without a name that all of them have mapped. For each sender and receiver it holds a ring
-of slots, written by the sender (number, tag, address, bytes), and the numbers that the receiver has *taken*, written by the
-receiver. A small message lies in its slot, so that it arrives though its sender ends, as with a socket. A large one is read
-from the sender's memory, where it lies until it is taken.
-
-Of its own memory every rank publishes a random number, its *seat*. It is read along with every payload, so that neither a
-process that has ended nor another one that got its number is ever taken for the neighbour.
+Every rank has an *inbox*, a pipe into which the others write records: a message is offered, was taken, is given up. A small
+message lies in its record, so that it arrives though its sender ends, as with a socket. A large one is read from the
+sender's memory, where it lies until it is taken. The kernel wakes who waits for a record, and who waits for one of a rank
+whose inbox has closed, which is how a rank that has ended is noticed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
+import select
+import struct
 import time
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from shardledger.transport.process_memory import ProcessMemoryError, Reading, pieces
+from shardledger.transport.process_memory import read_memory
 
-_WORD = 8
-_SLOTS = 16
-"""Messages from one rank to another that are on the board at once; the others queue."""
-_HEAD = 4
-_INLINE_BYTES = 1024
-"""Messages up to this size (headers, last words) lie on the board."""
-_SLOT = _HEAD + _INLINE_BYTES // _WORD
-_RING = _SLOTS * (1 + _SLOT)
-"""Words from one rank to another: numbers taken, then slots; 17 KiB."""
-_LOOKS_AT_ONE, _LOOKS_BEFORE_SLEEP, _LOOKS_PER_PROBE = 4, 20, 16
-"""Of a waiting rank: looks at the one it waits for, for one at all; looks before pauses; looks for a sign of life."""
-_LONGEST_PAUSE_S = 0.0005
+_RECORD = struct.Struct("=iiqqqq")
+"""Rank that writes, kind, number of the message, tag, address, bytes."""
+_OFFERED, _TAKEN, _GIVEN_UP = range(3)
+_INLINE_BYTES = 4096 - _RECORD.size
+"""Messages up to this size (headers, last words) lie in their record: the kernel does not mix writes of up to 4 KiB."""
+_PIPE_BYTES = 1 << 16
+
+_lines: weakref.WeakSet[Lines] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank's seat lies."""
+class Address:
+    """Where a rank's inbox is, and a random number in its memory by which its process is known."""
 
     pid: int
-    address: int
-    nonce: int
+    file: int
+    proof_at: int
+    proof: int
 
-    def check(self) -> None:
-        """Whether the rank is there.
+    def open(self) -> int:
+        """The inbox, for writing.
 
         Raises:
-            ProcessMemoryError: it is not, or may not be read.
+            OSError: the process is not there, or may not be read.
         """
         seen = ctypes.c_int64()
-        Reading(self.pid, [(self.address, _WORD)], [(ctypes.addressof(seen), _WORD)]).run()
-        if seen.value != self.nonce:
-            raise ProcessMemoryError(errno.ESRCH)
+        read_memory(self.pid, self.proof_at, ctypes.addressof(seen), 8)
+        if seen.value != self.proof:  # another process under the same number: of another machine or container
+            raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+        return os.open(f"/proc/{self.pid}/fd/{self.file}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-class Seat:
-    """This rank's sign of life; it ends with the object."""
+class Lines:
+    """The open files of one mailbox: its own inbox, and by rank those of others. They close with the object."""
 
     def __init__(self) -> None:
-        self._word = ctypes.c_int64(int.from_bytes(os.urandom(_WORD), "little") >> 2 | 1)
-        self.place = Place(os.getpid(), ctypes.addressof(self._word), self._word.value)
+        self.inbox, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.close(writer)
+        self.outboxes: dict[int, int] = {}
+        self._proof = ctypes.c_int64(int.from_bytes(os.urandom(8), "little") >> 1)
+        self.address = Address(os.getpid(), self.inbox, ctypes.addressof(self._proof), self._proof.value)
+        _lines.add(self)
 
-    def __del__(self) -> None:
-        self._word.value = 0
+    def close(self) -> None:
+        """The others notice."""
+        for file in (self.inbox, *self.outboxes.values()):
+            if file >= 0:
+                os.close(file)
+        self.inbox = -1
+        self.outboxes = {}
+
+    __del__ = close
 
 
-class Board:
-    """The memory that ``world`` ranks share. One makes it, the others map it through the maker's open file."""
+def _close_all() -> None:
+    for lines in list(_lines):
+        lines.close()
 
-    def __init__(self, world: int, maker: tuple[int, int] | None = None) -> None:
-        """``maker``: process and file number of who made it.
 
-        Raises:
-            OSError: it cannot be made, or is not there.
-        """
-        nbytes = world * world * _RING * _WORD
-        if maker is None:
-            self.file = os.memfd_create("shardledger", os.MFD_CLOEXEC)
-            os.ftruncate(self.file, nbytes)
-        else:
-            self.file = os.open(f"/proc/{maker[0]}/fd/{maker[1]}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self.words = (ctypes.c_int64 * (nbytes // _WORD)).from_buffer(mmap.mmap(self.file, nbytes))
-        except ValueError as error:  # another file, of another machine's process
-            raise OSError(errno.ESRCH, str(error)) from error
-        finally:
-            if maker is not None:
-                os.close(self.file)
-        self.world = world
+if hasattr(os, "register_at_fork"):  # a child must not keep the inbox of a parent that has ended open
+    os.register_at_fork(after_in_child=_close_all)
 
 
 class NeighboursMailbox:
-    """The ``Mailbox`` of rank ``rank``: ``places[rank]`` is ``seat``.
+    """The ``Mailbox`` of rank ``rank`` of those at ``addresses``, all of whose inboxes ``lines`` has open.
 
     Payloads move when the receiver is in a call of its mailbox.
     """
 
-    def __init__(self, rank: int, board: Board, seat: Seat, places: Sequence[Place], timeout_s: float) -> None:
+    def __init__(self, rank: int, addresses: list[Address], lines: Lines, timeout_s: float) -> None:
         self.rank = rank
-        self.world = len(places)
-        self._seat = seat
+        self.world = len(addresses)
+        self._lines = lines
         self._timeout_s = timeout_s
-        self._neighbours = {p: _Neighbour(board, rank, p, place) for p, place in enumerate(places) if p != rank}
+        self._poll = select.poll()
+        self._poll.register(lines.inbox, select.POLLIN)
+        self._neighbours = {
+            peer: _Neighbour(rank, peer, addresses[peer].pid, file) for peer, file in lines.outboxes.items()
+        }
+        self._by_file = {neighbour.file: neighbour for neighbour in self._neighbours.values()}
+        for file in self._by_file:
+            self._poll.register(file, 0)  # reports when nobody can read it any more
+        self._rest = b""
+        """Start of a record whose end has not been read."""
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Offer:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Message:
         """See ``Mailbox.send``."""
-        offer = _Offer(self, self._neighbours[peer], tensor, tag)
-        offer.neighbour.offer(offer)
-        return offer
+        neighbour = self._neighbours[peer]
+        message = _Message(self, neighbour, tensor)
+        neighbour.offer(message, tag)
+        self._watch(neighbour)
+        return message
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> _Message:
         """See ``Mailbox.receive``."""
-        request = _Message(self, self._neighbours[peer], tensor)
-        request.neighbour.request(request, tag)
-        return request
+        neighbour = self._neighbours[peer]
+        message = _Message(self, neighbour, tensor)
+        neighbour.requests[tag].append(message)
+        self._listen(0)
+        self._take()
+        return message
 
     def wait(self, message: _Message, timeout_s: float | None) -> None:
-        """Look at the board until ``message`` is done.
+        """Take what arrives until ``message`` is done.
 
         Raises:
             RuntimeError: its neighbour has ended, sent something else, or ``timeout_s`` seconds went by.
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        looks = 0
         while True:
-            message.neighbour.look()
+            self._take()  # from all: they may wait for it before they send what this rank waits for
             if message.done:
                 return
             if message.neighbour.lost:
-                raise RuntimeError(message.neighbour.lost)
-            if time.monotonic() > deadline:
-                message.withdraw()
+                raise RuntimeError(f"Connection closed by rank {message.neighbour.rank}: {message.neighbour.lost}")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                message.neighbour.give_up(message)
                 raise RuntimeError(f"Timed out waiting {limit_s:g} s for rank {message.neighbour.rank}")
-            looks += 1
-            if looks % _LOOKS_AT_ONE == 0:
-                for neighbour in self._neighbours.values():  # they may wait for what this rank has yet to take
-                    neighbour.look()
-            if looks % _LOOKS_PER_PROBE == 0:
-                message.neighbour.probe()
-            if looks < _LOOKS_BEFORE_SLEEP:
-                os.sched_yield()  # the other rank may need this core
+            self._listen(left_s)
+
+    def _watch(self, neighbour: _Neighbour) -> None:
+        if neighbour.file in self._by_file:
+            self._poll.modify(neighbour.file, select.POLLOUT if neighbour.unsent else 0)
+
+    def _listen(self, limit_s: float) -> None:
+        """Wait for records or the end of a rank, at most ``limit_s`` seconds, and note them."""
+        ended = []
+        for file, event in self._poll.poll(limit_s * 1000):
+            neighbour = self._by_file.get(file)
+            if neighbour is not None and event & select.POLLERR:
+                ended.append(neighbour)
+            elif neighbour is not None:
+                neighbour.flush()
+                self._watch(neighbour)
+        self._read()
+        for neighbour in ended:  # only now: what it wrote before counts
+            self._poll.unregister(neighbour.file)
+            del self._by_file[neighbour.file]
+            neighbour.lose("it has ended")
+            neighbour.end()
+
+    def _read(self) -> None:
+        try:
+            while got := os.read(self._lines.inbox, _PIPE_BYTES):
+                self._rest = self._note(self._rest + got)
+        except BlockingIOError:
+            pass
+
+    def _note(self, records: bytes) -> bytes:
+        """File what is written; returns what is left of an incomplete record."""
+        at = 0
+        while at + _RECORD.size <= len(records):
+            rank, kind, number, tag, address, nbytes = _RECORD.unpack_from(records, at)
+            end = at + _RECORD.size + (nbytes if kind == _OFFERED and nbytes <= _INLINE_BYTES else 0)
+            if end > len(records):
+                break
+            neighbour = self._neighbours[rank]
+            if kind == _OFFERED:
+                neighbour.arrived[tag].append(_Arrived(number, address, nbytes, records[at + _RECORD.size : end]))
+            elif kind == _TAKEN:
+                neighbour.offers.pop(number).finish()
             else:
-                time.sleep(min(looks * 1e-6, _LONGEST_PAUSE_S))
+                neighbour.given_up.add(number)
+            at = end
+        return records[at:]
+
+    def _take(self) -> None:
+        for neighbour in self._neighbours.values():
+            for tag in [tag for tag in neighbour.requests if tag in neighbour.arrived]:
+                requests, arrived = neighbour.requests[tag], neighbour.arrived[tag]
+                while requests and arrived and self._fill(neighbour, arrived[0], requests[0]):
+                    arrived.popleft()
+                    requests.popleft().finish()
+                for waiting in (neighbour.requests, neighbour.arrived):
+                    if not waiting[tag]:
+                        del waiting[tag]
+
+    def _fill(self, neighbour: _Neighbour, message: _Arrived, request: _Message) -> bool:
+        """Copy what has arrived, unless it cannot be had any more."""
+        if message.nbytes != request.nbytes:
+            neighbour.lose(f"it sends {message.nbytes} bytes where {request.nbytes} are expected")
+        elif message.nbytes <= _INLINE_BYTES:
+            ctypes.memmove(request.address, message.content, message.nbytes)
+            return True
+        if neighbour.lost:
+            return False
+        try:
+            read_memory(neighbour.pid, message.address, request.address, message.nbytes)
+        except OSError as error:
+            neighbour.lose(str(error))
+        self._listen(0)  # it counts if its rank was there and had it on offer to the end
+        if message.number in neighbour.given_up:
+            neighbour.lose("it has given up what it was sending")
+        if neighbour.lost:
+            return False
+        neighbour.write(_TAKEN, message.number)
+        self._watch(neighbour)
+        return True
 
 
 class _Message:
-    """A message under way; as it is, one that this rank expects."""
+    """A message that this rank sends or expects."""
 
     def __init__(self, mailbox: NeighboursMailbox, neighbour: _Neighbour, tensor: torch.Tensor) -> None:
         self.mailbox = mailbox
@@ -170,149 +245,81 @@ class _Message:
         self.done = True
         self.tensor = None
 
-    def withdraw(self) -> None:
-        """It is given up: its buffer is no longer what was meant."""
 
+@dataclass(frozen=True)
+class _Arrived:
+    """A message that another rank offers; ``content`` is empty where it lies in that rank's memory."""
 
-class _Offer(_Message):
-    """A message that this rank sends; a small one is copied at once."""
-
-    def __init__(self, mailbox: NeighboursMailbox, neighbour: _Neighbour, tensor: torch.Tensor, tag: int) -> None:
-        super().__init__(mailbox, neighbour, tensor)
-        self.tag = tag
-        self.number = 0
-        self.content = b""
-        if self.nbytes <= _INLINE_BYTES:
-            self.content = ctypes.string_at(self.address, self.nbytes)
-            self.finish()
-
-    def withdraw(self) -> None:
-        """See ``_Message.withdraw``. Who has seen the offer finds it gone when the payload is copied."""
-        self.neighbour.withdraw(self)
+    number: int
+    address: int
+    nbytes: int
+    content: bytes
 
 
 class _Neighbour:
-    """What this rank and one other say to each other."""
+    """What this rank (``me``) and another one have to say to each other."""
 
-    def __init__(self, board: Board, rank: int, peer: int, place: Place) -> None:
-        self.rank = peer
+    def __init__(self, me: int, rank: int, pid: int, file: int) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.file = file
         self.lost = ""
         """Why the rank is gone; empty while it is not."""
-        self._words = board.words
-        self._base = ctypes.addressof(board.words)
-        self._out = (rank * board.world + peer) * _RING
-        self._in = (peer * board.world + rank) * _RING
-        self._place = place
-        self._offered = 0
-        self._queue: deque[_Offer] = deque()
-        self._offers: deque[_Offer] = deque()
-        self._next = 1
-        """Number of the next message from the other rank."""
-        self._arrived: dict[int, deque[tuple[int, int, int, bytes]]] = defaultdict(deque)
-        """By tag: number, address, bytes and content of messages that nobody has asked for."""
-        self._requests: dict[int, deque[_Message]] = {}
+        self.unsent: deque[tuple[bytes, _Message | None]] = deque()
+        """Records for which its inbox had no room, and the message that is done with them."""
+        self.offers: dict[int, _Message] = {}
+        """By number: large messages that it has yet to take."""
+        self.arrived: dict[int, deque[_Arrived]] = defaultdict(deque)
+        """By tag: messages of that rank for which nobody has asked."""
+        self.requests: dict[int, deque[_Message]] = defaultdict(deque)
+        """By tag: messages that this rank expects; the first asked for gets the first that comes."""
+        self.given_up: set[int] = set()
+        self._me = me
+        self._count = 0
 
-    def __del__(self) -> None:
-        for offer in self._offers:
-            self.withdraw(offer)
+    def offer(self, message: _Message, tag: int) -> None:
+        """Send a small message, say where a large one lies."""
+        self._count += 1
+        record = _RECORD.pack(self._me, _OFFERED, self._count, tag, message.address, message.nbytes)
+        small = message.nbytes <= _INLINE_BYTES
+        if small:
+            record += ctypes.string_at(message.address, message.nbytes)
+        else:
+            self.offers[self._count] = message
+        self.unsent.append((record, message if small else None))
+        self.flush()
 
-    def offer(self, offer: _Offer) -> None:
-        """Queue a message; it goes on the board when its slot is free."""
-        self._offered += 1
-        offer.number = self._offered
-        self._queue.append(offer)
-        self.look()
-        if self.lost:
-            offer.finish()
+    def give_up(self, message: _Message) -> None:
+        """Tell that a payload is no longer what it was meant to be."""
+        for number in [number for number, offer in self.offers.items() if offer is message]:
+            self.write(_GIVEN_UP, number)
 
-    def withdraw(self, offer: _Offer) -> None:
-        """Take a payload from the board."""
-        if not offer.done and offer in self._offers:
-            self._words[_slot(self._out, offer.number)] = 0
+    def write(self, kind: int, number: int) -> None:
+        """Tell what has become of a message."""
+        self.unsent.append((_RECORD.pack(self._me, kind, number, 0, 0, 0), None))
+        self.flush()
 
-    def request(self, request: _Message, tag: int) -> None:
-        """Expect a message; of those with the same tag the first asked for gets the first that comes."""
-        self._requests.setdefault(tag, deque()).append(request)
-        self.look()
-
-    def look(self) -> None:
-        """See what the other rank has taken and what it sends; take what is expected."""
-        self._see_taken()
-        self._publish()
-        self._see_offers()
+    def flush(self) -> None:
+        """Write as many records as there is room for."""
         try:
-            for tag in [tag for tag in self._requests if tag in self._arrived]:
-                self._take(tag)
-        except RuntimeError as error:
-            self._lose(error)
+            while self.unsent:
+                os.write(self.file, self.unsent[0][0])
+                done = self.unsent.popleft()[1]
+                if done is not None:
+                    done.finish()
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.end()
 
-    def probe(self) -> None:
-        """Find out whether the other rank is still there. What it sent before it went counts."""
-        try:
-            self._place.check()
-        except RuntimeError as error:
-            self.look()
-            self._lose(error)
+    def lose(self, why: str) -> None:
+        """Nothing more is taken from the rank, for the first reason given."""
+        self.lost = self.lost or why
 
-    def _lose(self, error: RuntimeError) -> None:
-        self.lost = self.lost or f"Connection closed by rank {self.rank}: {error}"
-        for offer in (*self._offers, *self._queue):  # nobody reads them; that the rank is lost, a receive will tell
-            offer.finish()
-
-    def _see_taken(self) -> None:
-        taken = self._words[self._out : self._out + _SLOTS] if self._offers else ()
-        for offer in self._offers:
-            if taken[offer.number % _SLOTS] == offer.number:
-                offer.finish()
-        while self._offers and taken[self._offers[0].number % _SLOTS] == self._offers[0].number:
-            self._offers.popleft()
-
-    def _publish(self) -> None:
-        words = self._words
-        while self._queue and (not self._offers or self._queue[0].number - self._offers[0].number < _SLOTS):
-            offer = self._queue.popleft()
-            at = _slot(self._out, offer.number)
-            words[at + 1 : at + _HEAD] = (offer.tag, offer.address, offer.nbytes)
-            ctypes.memmove(self._base + (at + _HEAD) * _WORD, offer.content, len(offer.content))
-            words[at] = offer.number  # last: this is what the other rank looks for
-            self._offers.append(offer)
-
-    def _see_offers(self) -> None:
-        while self._words[at := _slot(self._in, self._next)] == self._next:
-            tag, address, nbytes = self._words[at + 1 : at + _HEAD]
-            content = b""
-            if nbytes <= _INLINE_BYTES:
-                content = ctypes.string_at(self._base + (at + _HEAD) * _WORD, nbytes)
-                self._words[self._in + self._next % _SLOTS] = self._next
-            self._arrived[tag].append((self._next, address, nbytes, content))
-            self._next += 1
-
-    def _take(self, tag: int) -> None:
-        arrived, requests = self._arrived[tag], self._requests[tag]
-        while arrived and requests:
-            (number, address, nbytes, content), request = arrived.popleft(), requests.popleft()
-            if nbytes != request.nbytes:
-                raise RuntimeError(f"it sends {nbytes} bytes where {request.nbytes} are expected")
-            if nbytes <= _INLINE_BYTES:
-                ctypes.memmove(request.address, content, nbytes)
-            else:
-                self._copy(number, address, request)
-                self._words[self._in + number % _SLOTS] = number
-            request.finish()
-        for waiting in (self._arrived, self._requests):
-            if not waiting[tag]:
-                del waiting[tag]
-
-    def _copy(self, number: int, address: int, request: _Message) -> None:
-        """Read a payload; afterwards its rank must be there and the payload still on offer."""
-        sources, targets = pieces(address, request.nbytes), pieces(request.address, request.nbytes)
-        for source, target in zip(sources, targets, strict=True):
-            Reading(self._place.pid, (source,), (target,)).run()
-        self._place.check()
-        if self._words[_slot(self._in, number)] != number:
-            raise RuntimeError("it has given up what it was sending")
-
-
-def _slot(ring: int, number: int) -> int:
-    """Where on the board message ``number`` stands."""
-    return ring + _SLOTS + number % _SLOTS * _SLOT
+    def end(self) -> None:
+        """Nobody reads what this rank sends, so its buffers are free. That the other is lost, a receive will tell."""
+        for message in (*self.offers.values(), *(message for _, message in self.unsent)):
+            if message is not None:
+                message.finish()
+        self.offers.clear()
+        self.unsent.clear()

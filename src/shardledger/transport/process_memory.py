@@ -1,9 +1,7 @@
 """Reading another process's memory with one copy and no shared segment: Linux's process_vm_readv.
 
 Both processes must belong to one user on one machine. Where the kernel restricts tracing (Yama's ptrace_scope 1), a
-process must have called ``let_others_read`` first; scopes 2 and 3, some container profiles and other systems refuse.
-
-Only on x86-64, where another process sees stores in the order in which they were made.
+process must have let the other one read first; scopes 2 and 3, some container profiles and other systems refuse.
 """
 
 from __future__ import annotations
@@ -11,12 +9,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
-from collections.abc import Sequence
 
 _LARGEST_CALL = 1 << 30
 """The kernel moves at most 2 GiB - 4 KiB a call."""
-_PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
+_PR_SET_PTRACER, _ANYBODY = 0x59616D61, -1
 
 
 class _Interval(ctypes.Structure):
@@ -32,48 +28,28 @@ try:
         ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong
     )  # fmt: skip
     _readv.restype = ctypes.c_ssize_t
-    if platform.machine() != "x86_64":
-        _readv = None
 except (AttributeError, OSError, TypeError):
     _readv = None
 
 
-class Reading:
-    """One prepared read of intervals (address, bytes) of process ``pid`` into as many bytes of this one."""
+def read_memory(pid: int, source: int, target: int, nbytes: int) -> None:
+    """Copy ``nbytes`` bytes from address ``source`` of process ``pid`` to ``target`` of this one; other threads run meanwhile.
 
-    def __init__(self, pid: int, source: Sequence[tuple[int, int]], target: Sequence[tuple[int, int]]) -> None:
-        self._pid = pid
-        self._source = (_Interval * len(source))(*source)
-        self._target = (_Interval * len(target))(*target)
-        self._nbytes = sum(nbytes for _, nbytes in source)
-
-    def run(self) -> None:
-        """Copy; other threads run meanwhile.
-
-        Raises:
-            ProcessMemoryError: the process has ended, or does not let this one read.
-        """
-        if _readv is None:
-            raise ProcessMemoryError(errno.ENOSYS)
-        got = _readv(self._pid, self._target, len(self._target), self._source, len(self._source), 0)
-        if got != self._nbytes:
-            raise ProcessMemoryError(ctypes.get_errno() if got < 0 else errno.EFAULT)
+    Raises:
+        OSError: the process has ended, or does not let this one read.
+    """
+    if _readv is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    for at in range(0, nbytes, _LARGEST_CALL):
+        size = min(_LARGEST_CALL, nbytes - at)
+        here, there = _Interval(target + at, size), _Interval(source + at, size)
+        got = _readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if got != size:
+            code = ctypes.get_errno() if got < 0 else errno.EFAULT
+            raise OSError(code, "it has ended" if code == errno.ESRCH else os.strerror(code))
 
 
-class ProcessMemoryError(RuntimeError):
-    """A read that failed; ``code`` is its errno."""
-
-    def __init__(self, code: int) -> None:
-        self.code = code
-        super().__init__("it has ended" if code == errno.ESRCH else os.strerror(code))
-
-
-def pieces(address: int, nbytes: int) -> list[tuple[int, int]]:
-    """``nbytes`` bytes from ``address`` on, cut into what one call may move."""
-    return [(address + a, min(_LARGEST_CALL, nbytes - a)) for a in range(0, nbytes, _LARGEST_CALL)]
-
-
-def let_others_read() -> None:
-    """Allow every process of this user to read this one's memory, where the kernel asks for permission."""
+def let_read(pid: int | None) -> None:
+    """Where the kernel asks for permission: let process ``pid`` and its descendants read this one; None: all of this user."""
     if _readv is not None:
-        _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYBODY if pid is None else pid), 0, 0, 0)
