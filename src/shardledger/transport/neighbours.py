@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import select
 import struct
@@ -27,9 +28,10 @@ _RECORD = struct.Struct("=iiqqqq")
 _OFFERED, _TAKEN, _GIVEN_UP = range(3)
 _INLINE_BYTES = 4096 - _RECORD.size
 """Messages up to this size (headers, last words) lie in their record: the kernel does not mix writes of up to 4 KiB."""
-_PIPE_BYTES = 1 << 16
 
-_lines: weakref.WeakSet[Lines] = weakref.WeakSet()
+_F_GETPIPE_SZ = 1032
+
+_in_use: weakref.WeakSet[Lines] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,12 @@ class Lines:
     """The open files of one mailbox: its own inbox, and by rank those of others. They close with the object."""
 
     def __init__(self) -> None:
+        self.outboxes: dict[int, int] = {}
         self.inbox, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.close(writer)
-        self.outboxes: dict[int, int] = {}
         self._proof = ctypes.c_int64(int.from_bytes(os.urandom(8), "little") >> 1)
         self.address = Address(os.getpid(), self.inbox, ctypes.addressof(self._proof), self._proof.value)
-        _lines.add(self)
+        _in_use.add(self)
 
     def close(self) -> None:
         """The others notice."""
@@ -76,17 +78,17 @@ class Lines:
     __del__ = close
 
 
-def _close_all() -> None:
-    for lines in list(_lines):
+def _close_in_child() -> None:
+    for lines in list(_in_use):
         lines.close()
 
 
-if hasattr(os, "register_at_fork"):  # a child must not keep the inbox of a parent that has ended open
-    os.register_at_fork(after_in_child=_close_all)
+if hasattr(os, "register_at_fork"):  # a child would keep the inbox open after its parent has ended
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 class NeighboursMailbox:
-    """The ``Mailbox`` of rank ``rank`` of those at ``addresses``, all of whose inboxes ``lines`` has open.
+    """The ``PeekingMailbox`` of rank ``rank`` of those at ``addresses``, all of whose inboxes ``lines`` has open.
 
     Payloads move when the receiver is in a call of its mailbox.
     """
@@ -96,32 +98,35 @@ class NeighboursMailbox:
         self.world = len(addresses)
         self._lines = lines
         self._timeout_s = timeout_s
-        self._poll = select.poll()
-        self._poll.register(lines.inbox, select.POLLIN)
         self._neighbours = {
             peer: _Neighbour(rank, peer, addresses[peer].pid, file) for peer, file in lines.outboxes.items()
         }
         self._by_file = {neighbour.file: neighbour for neighbour in self._neighbours.values()}
+        self._poll = select.poll()
+        self._poll.register(lines.inbox, select.POLLIN)
         for file in self._by_file:
             self._poll.register(file, 0)  # reports when nobody can read it any more
-        self._rest = b""
-        """Start of a record whose end has not been read."""
+        self._inbox_bytes = fcntl.fcntl(lines.inbox, _F_GETPIPE_SZ)
+        """What one read empties, so that it ends with a record."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Message:
         """See ``Mailbox.send``."""
-        neighbour = self._neighbours[peer]
-        message = _Message(self, neighbour, tensor)
-        neighbour.offer(message, tag)
-        self._watch(neighbour)
+        message = _Message(self, self._neighbours[peer], tensor.numel() * tensor.element_size(), tensor)
+        message.neighbour.offer(message, tag)
         return message
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> _Message:
         """See ``Mailbox.receive``."""
-        neighbour = self._neighbours[peer]
-        message = _Message(self, neighbour, tensor)
-        neighbour.requests[tag].append(message)
-        self._listen(0)
-        self._take()
+        return self._expect(_Message(self, self._neighbours[peer], tensor.numel() * tensor.element_size(), tensor), tag)
+
+    def peek(self, nbytes: int, peer: int, tag: int) -> _Message:
+        """See ``PeekingMailbox.peek``."""
+        return self._expect(_Message(self, self._neighbours[peer], nbytes, None), tag)
+
+    def _expect(self, message: _Message, tag: int) -> _Message:
+        message.neighbour.requests[tag].append(message)
+        self.listen(0)
+        self._match()
         return message
 
     def wait(self, message: _Message, timeout_s: float | None) -> None:
@@ -133,117 +138,65 @@ class NeighboursMailbox:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         while True:
-            self._take()  # from all: they may wait for it before they send what this rank waits for
+            self._match()  # for all: they may wait for it before they send what this rank waits for
             if message.done:
                 return
-            if message.neighbour.lost:
-                raise RuntimeError(f"Connection closed by rank {message.neighbour.rank}: {message.neighbour.lost}")
+            message.neighbour.check()
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 message.neighbour.give_up(message)
                 raise RuntimeError(f"Timed out waiting {limit_s:g} s for rank {message.neighbour.rank}")
-            self._listen(left_s)
+            self.listen(left_s)
 
-    def _watch(self, neighbour: _Neighbour) -> None:
-        if neighbour.file in self._by_file:
-            self._poll.modify(neighbour.file, select.POLLOUT if neighbour.unsent else 0)
-
-    def _listen(self, limit_s: float) -> None:
+    def listen(self, limit_s: float) -> None:
         """Wait for records or the end of a rank, at most ``limit_s`` seconds, and note them."""
+        for neighbour in self._by_file.values():
+            self._poll.modify(neighbour.file, select.POLLOUT if neighbour.unsent else 0)
         ended = []
         for file, event in self._poll.poll(limit_s * 1000):
-            neighbour = self._by_file.get(file)
-            if neighbour is not None and event & select.POLLERR:
-                ended.append(neighbour)
-            elif neighbour is not None:
-                neighbour.flush()
-                self._watch(neighbour)
+            if file != self._lines.inbox and event & select.POLLERR:
+                ended.append(file)
+            elif file != self._lines.inbox:
+                self._by_file[file].flush()
         self._read()
-        for neighbour in ended:  # only now: what it wrote before counts
-            self._poll.unregister(neighbour.file)
-            del self._by_file[neighbour.file]
+        for file in ended:  # only now: what it wrote before counts
+            self._poll.unregister(file)
+            neighbour = self._by_file.pop(file)
             neighbour.lose("it has ended")
             neighbour.end()
 
     def _read(self) -> None:
         try:
-            while got := os.read(self._lines.inbox, _PIPE_BYTES):
-                self._rest = self._note(self._rest + got)
+            while records := os.read(self._lines.inbox, self._inbox_bytes):
+                self._note(records)
         except BlockingIOError:
             pass
 
-    def _note(self, records: bytes) -> bytes:
-        """File what is written; returns what is left of an incomplete record."""
+    def _note(self, records: bytes) -> None:
         at = 0
-        while at + _RECORD.size <= len(records):
+        while at < len(records):
             rank, kind, number, tag, address, nbytes = _RECORD.unpack_from(records, at)
-            end = at + _RECORD.size + (nbytes if kind == _OFFERED and nbytes <= _INLINE_BYTES else 0)
-            if end > len(records):
-                break
-            neighbour = self._neighbours[rank]
+            neighbour, at = self._neighbours[rank], at + _RECORD.size
             if kind == _OFFERED:
-                neighbour.arrived[tag].append(_Arrived(number, address, nbytes, records[at + _RECORD.size : end]))
-            elif kind == _TAKEN:
-                neighbour.offers.pop(number).finish()
-            else:
+                content = records[at : at + nbytes] if nbytes <= _INLINE_BYTES else b""
+                neighbour.arrived[tag].append(_Arrived(number, address, nbytes, content))
+                at += len(content)
+            elif kind == _GIVEN_UP:
                 neighbour.given_up.add(number)
-            at = end
-        return records[at:]
+            elif number in neighbour.offers:
+                neighbour.offers.pop(number).finish()
 
-    def _take(self) -> None:
+    def _match(self) -> None:
+        """Give each request the message it asks for."""
         for neighbour in self._neighbours.values():
             for tag in [tag for tag in neighbour.requests if tag in neighbour.arrived]:
                 requests, arrived = neighbour.requests[tag], neighbour.arrived[tag]
-                while requests and arrived and self._fill(neighbour, arrived[0], requests[0]):
-                    arrived.popleft()
+                while requests and arrived and requests[0].fill(arrived[0]):
                     requests.popleft().finish()
+                    arrived.popleft()
                 for waiting in (neighbour.requests, neighbour.arrived):
                     if not waiting[tag]:
                         del waiting[tag]
-
-    def _fill(self, neighbour: _Neighbour, message: _Arrived, request: _Message) -> bool:
-        """Copy what has arrived, unless it cannot be had any more."""
-        if message.nbytes != request.nbytes:
-            neighbour.lose(f"it sends {message.nbytes} bytes where {request.nbytes} are expected")
-        elif message.nbytes <= _INLINE_BYTES:
-            ctypes.memmove(request.address, message.content, message.nbytes)
-            return True
-        if neighbour.lost:
-            return False
-        try:
-            read_memory(neighbour.pid, message.address, request.address, message.nbytes)
-        except OSError as error:
-            neighbour.lose(str(error))
-        self._listen(0)  # it counts if its rank was there and had it on offer to the end
-        if message.number in neighbour.given_up:
-            neighbour.lose("it has given up what it was sending")
-        if neighbour.lost:
-            return False
-        neighbour.write(_TAKEN, message.number)
-        self._watch(neighbour)
-        return True
-
-
-class _Message:
-    """A message that this rank sends or expects."""
-
-    def __init__(self, mailbox: NeighboursMailbox, neighbour: _Neighbour, tensor: torch.Tensor) -> None:
-        self.mailbox = mailbox
-        self.neighbour = neighbour
-        self.tensor: torch.Tensor | None = tensor  # keeps the memory at ``address``
-        self.address = tensor.data_ptr()
-        self.nbytes = tensor.numel() * tensor.element_size()
-        self.done = False
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """See ``Pending.wait``."""
-        if not self.done:
-            self.mailbox.wait(self, timeout_s)
-
-    def finish(self) -> None:
-        """Its buffer belongs to whoever gave it again."""
-        self.done = True
-        self.tensor = None
 
 
 @dataclass(frozen=True)
@@ -256,6 +209,69 @@ class _Arrived:
     content: bytes
 
 
+class _Message:
+    """A message that this rank sends or expects; without a tensor one that it reads where it lies."""
+
+    def __init__(
+        self, mailbox: NeighboursMailbox, neighbour: _Neighbour, nbytes: int, tensor: torch.Tensor | None
+    ) -> None:
+        self.neighbour = neighbour
+        self.nbytes = nbytes
+        self.tensor = tensor
+        self.done = False
+        self._mailbox = mailbox
+        self._source: _Arrived | None = None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See ``Pending.wait``."""
+        if not self.done:
+            self._mailbox.wait(self, timeout_s)
+
+    def finish(self) -> None:
+        """Its buffer belongs to whoever gave it again."""
+        self.done = True
+        self.tensor = None
+
+    def fill(self, arrived: _Arrived) -> bool:
+        """Take what has arrived, if it can still be had."""
+        self._source = arrived
+        try:
+            if arrived.nbytes != self.nbytes:
+                self.neighbour.lose(f"it sends {arrived.nbytes} bytes where {self.nbytes} are expected")
+            if arrived.nbytes != self.nbytes or self.nbytes > _INLINE_BYTES:
+                self.neighbour.check()
+            if self.tensor is not None:
+                self.read(self.tensor, 0)
+                self.release()
+        except RuntimeError:  # who waits for it is told why
+            return False
+        return True
+
+    def read(self, tensor: torch.Tensor, at: int) -> None:
+        """See ``Peeked.read``."""
+        assert self._source is not None
+        nbytes = tensor.numel() * tensor.element_size()
+        if self.nbytes <= _INLINE_BYTES:
+            ctypes.memmove(tensor.data_ptr(), self._source.content[at : at + nbytes], nbytes)
+            return
+        try:
+            read_memory(self.neighbour.pid, self._source.address + at, tensor.data_ptr(), nbytes)
+        except OSError as error:
+            self.neighbour.lose(str(error))
+            self.neighbour.check()
+
+    def release(self) -> None:
+        """See ``Peeked.release``. What was read counts if its rank was there, and had it on offer, to the end."""
+        assert self._source is not None
+        if self.nbytes <= _INLINE_BYTES:
+            return
+        self._mailbox.listen(0)
+        if self._source.number in self.neighbour.given_up:
+            self.neighbour.lose("it has given up what it was sending")
+        self.neighbour.check()
+        self.neighbour.write(_TAKEN, self._source.number, 0, 0, 0)
+
+
 class _Neighbour:
     """What this rank (``me``) and another one have to say to each other."""
 
@@ -264,7 +280,7 @@ class _Neighbour:
         self.pid = pid
         self.file = file
         self.lost = ""
-        """Why the rank is gone; empty while it is not."""
+        """Why nothing more is taken from the rank; empty while that is not so."""
         self.unsent: deque[tuple[bytes, _Message | None]] = deque()
         """Records for which its inbox had no room, and the message that is done with them."""
         self.offers: dict[int, _Message] = {}
@@ -277,26 +293,35 @@ class _Neighbour:
         self._me = me
         self._count = 0
 
+    def check(self) -> None:
+        """Raises ``RuntimeError`` if the rank is lost."""
+        if self.lost:
+            raise RuntimeError(f"Connection closed by rank {self.rank}: {self.lost}")
+
+    def lose(self, why: str) -> None:
+        """Take nothing more from the rank, for the first reason given."""
+        self.lost = self.lost or why
+
     def offer(self, message: _Message, tag: int) -> None:
         """Send a small message, say where a large one lies."""
+        assert message.tensor is not None
         self._count += 1
-        record = _RECORD.pack(self._me, _OFFERED, self._count, tag, message.address, message.nbytes)
-        small = message.nbytes <= _INLINE_BYTES
-        if small:
-            record += ctypes.string_at(message.address, message.nbytes)
+        place = (self._count, tag, message.tensor.data_ptr(), message.nbytes)
+        if message.nbytes <= _INLINE_BYTES:
+            content = ctypes.string_at(message.tensor.data_ptr(), message.nbytes)
+            self.write(_OFFERED, *place, content=content, done=message)
         else:
             self.offers[self._count] = message
-        self.unsent.append((record, message if small else None))
-        self.flush()
+            self.write(_OFFERED, *place)
 
     def give_up(self, message: _Message) -> None:
         """Tell that a payload is no longer what it was meant to be."""
         for number in [number for number, offer in self.offers.items() if offer is message]:
-            self.write(_GIVEN_UP, number)
+            self.write(_GIVEN_UP, number, 0, 0, 0)
 
-    def write(self, kind: int, number: int) -> None:
-        """Tell what has become of a message."""
-        self.unsent.append((_RECORD.pack(self._me, kind, number, 0, 0, 0), None))
+    def write(self, kind: int, *fields: int, content: bytes = b"", done: _Message | None = None) -> None:
+        """Put a record in its inbox; ``done`` is the message that has left with it."""
+        self.unsent.append((_RECORD.pack(self._me, kind, *fields) + content, done))
         self.flush()
 
     def flush(self) -> None:
@@ -311,10 +336,6 @@ class _Neighbour:
             pass
         except BrokenPipeError:
             self.end()
-
-    def lose(self, why: str) -> None:
-        """Nothing more is taken from the rank, for the first reason given."""
-        self.lost = self.lost or why
 
     def end(self) -> None:
         """Nobody reads what this rank sends, so its buffers are free. That the other is lost, a receive will tell."""
