@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -137,6 +137,7 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
     parts: Parts | None = None
     try:
         _compare(plan, transport)
+        settings, plan = _agreed(settings, plan, transport)
         wanted = _Wanted(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
         _refuse_what_cannot_fit(bounds, settings, target, (model, wanted), transport)
         trained = [p.name for p in spec.parameters if p.trainable]
@@ -405,6 +406,15 @@ def _device(device: str | torch.device | None, place: Place) -> torch.device:
 def _join(place: Place, target: torch.device, plan: Plan, *, may_create: bool) -> tuple[Transport, bool]:
     how = plan.communication
     return join(place, target, how.timeout_s, may_create=may_create, wire=how.wire)
+
+
+def _agreed(settings: Config, plan: Plan, transport: Transport) -> tuple[Config, Plan]:
+    """Both with the wire that the ranks have agreed on, where that was open."""
+    if transport.wire not in ("shared_memory", "gloo"):
+        return settings, plan
+    settings = settings.agreed(transport.wire)
+    communication = replace(plan.communication, wire=transport.wire)
+    return settings, replace(plan, communication=communication, reasons=(*plan.reasons, settings.resolutions[-1]))
 
 
 def _pin(plan: Plan, device: torch.device) -> None:

@@ -260,8 +260,9 @@ class RanksSection(Section):
 
     timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
     transport: Literal["auto", "shared_memory", "gloo"] = Field(
-        "gloo",
-        description="how CPU ranks exchange payloads; auto: out of each other's memory where all are on one machine",
+        "auto",
+        description="how CPU ranks exchange payloads; auto: out of each other's memory where all are on one machine and "
+        "may read it, else gloo",
     )
     reproducible: Flag = Field(
         False, description="results that depend on the global batch alone, not on the stage or the number of ranks"

@@ -60,7 +60,8 @@ class Communication:
     timeout_s: float
     """Seconds after which a silent rank is an error."""
     wire: str
-    """How ranks on CPUs exchange payloads: ``"auto"``, ``"shared_memory"`` or ``"gloo"``."""
+    """How ranks on CPUs exchange payloads: ``"auto"`` (taken for shared memory until they have met), ``"shared_memory"`` or
+    ``"gloo"``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from shardledger.transport.port import Pending
 class SoloMailbox:
     """The mailbox of the only rank: it has nobody to write to."""
 
+    wire = "none"
     rank = 0
     world = 1
 
@@ -48,6 +49,8 @@ class ThreadOffice:
 class ThreadMailbox:
     """The ``Mailbox`` of one thread of a ``ThreadOffice``."""
 
+    wire = "threads"
+
     def __init__(self, office: ThreadOffice, rank: int) -> None:
         self.rank = rank
         self.world = office.world
@@ -65,6 +68,8 @@ class ThreadMailbox:
 
 class FaultyMailbox:
     """A mailbox that stops working after some messages: the fault-injection fake."""
+
+    wire = "faulty"
 
     def __init__(self, inner: ThreadMailbox, messages_before_failure: int) -> None:
         self.rank = inner.rank

@@ -93,6 +93,8 @@ class NeighboursMailbox:
     Payloads move when the receiver is in a call of its mailbox.
     """
 
+    wire = "shared_memory"
+
     def __init__(self, rank: int, addresses: list[Address], lines: Lines, timeout_s: float) -> None:
         self.rank = rank
         self.world = len(addresses)
@@ -228,9 +230,8 @@ class _Message:
             self._mailbox.wait(self, timeout_s)
 
     def finish(self) -> None:
-        """Its buffer belongs to whoever gave it again."""
+        """It has arrived, or its buffer may be used again."""
         self.done = True
-        self.tensor = None
 
     def fill(self, arrived: _Arrived) -> bool:
         """Take what has arrived, if it can still be had."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -29,12 +30,15 @@ class PeerTransport:
     def __init__(self, mailbox: Mailbox, engine: int = 0) -> None:
         self.rank = mailbox.rank
         self.world = mailbox.world
+        self.wire = mailbox.wire
         self.counters = Counters()
         self._mailbox = mailbox
-        self._peeks = mailbox if isinstance(mailbox, PeekingMailbox) else None
+        self._peeking = mailbox if isinstance(mailbox, PeekingMailbox) else None
         self._guard = Guard(mailbox, engine)
         self._rounds: deque[tuple[Notice, Work]] = deque()
         """Reductions of several buckets, as announced: the others get the next bucket when this rank finishes them."""
+        self._early: list[_Bucket] = []
+        """Buckets that may be summed before anybody waits for them."""
 
     @property
     def where(self) -> str:
@@ -64,7 +68,7 @@ class PeerTransport:
                 bucket = self._launch_bucket(job, following) if following is not None else None
 
         work = Work(self.counters, finish)
-        if len(columns) > 1 or self._peeks is not None:
+        if len(columns) > 1 or self._peeking is not None:
             self._rounds.append((ticket.notice, work))
         return work
 
@@ -136,38 +140,54 @@ class PeerTransport:
         rows = job.full.view(self.world, -1)[:, column]
         outgoing = [(peer, rows[peer].to(wire)) for peer in self._peers()]
         width = piece = column.stop - column.start
-        if self._peeks is not None:
+        if self._peeking is not None:
             piece = min(width, max(1, _PEEKED_BYTES // wire.itemsize // (self.world - 1)))
         buffers = {peer: torch.empty(piece, dtype=wire, device=job.full.device) for peer in self._sources()}
-        if self._peeks is not None:
-            size = width * wire.itemsize
-            expected = [
-                _Message(peer, self._try(ticket, peer, self._peeks.peek, size, peer, ticket.tag)) for peer in buffers
-            ]
-        else:
+        if self._peeking is None:
             expected = self._swap([], list(buffers.items()), ticket)
-        return _Bucket(job, column, piece, buffers, expected, self._swap(outgoing, [], ticket))
+        else:
+            peek, nbytes = self._peeking.peek, width * wire.itemsize
+            expected = [_Message(peer, self._try(ticket, peer, peek, nbytes, peer, ticket.tag)) for peer in buffers]
+        bucket = _Bucket(job, column, buffers, expected, self._swap(outgoing, [], ticket))
+        if self._peeking is not None and not job.allocates:
+            self._early.append(bucket)
+        return bucket
+
+    def _sum_early(self) -> None:
+        """Sum what has come, so that its senders need not wait until this rank waits for it."""
+        for bucket in list(self._early):
+            if all(message.pending.done for message in bucket.expected):  # type: ignore[attr-defined]
+                self._sum_bucket(bucket)
 
     def _finish_bucket(self, bucket: _Bucket) -> None:
-        ticket, column = bucket.job.ticket, bucket.column
-        if self._peeks is None:
+        ticket = bucket.job.ticket
+        if self._peeking is None:
             self._settle([*bucket.expected, *bucket.sent], ticket)
+            bucket.expected.clear()
             bucket.sent.clear()
         else:
             self._settle(list(bucket.expected), ticket)
-        for start in range(column.start, column.stop, max(1, bucket.piece)):
-            piece = slice(start, min(start + bucket.piece, column.stop))
+        if not bucket.summed:
+            self._sum_bucket(bucket)
+        self._settle(bucket.sent, ticket)
+
+    def _sum_bucket(self, bucket: _Bucket) -> None:
+        job, column = bucket.job, bucket.column
+        bucket.summed = True
+        if bucket in self._early:
+            self._early.remove(bucket)
+        step = max((len(buffer) for buffer in bucket.buffers.values()), default=column.stop - column.start)
+        for start in range(column.start, column.stop, max(1, step)):
+            piece = slice(start, min(start + step, column.stop))
             parts = {peer: buffer[: piece.stop - start] for peer, buffer in bucket.buffers.items()}
-            if self._peeks is not None:
-                for message in bucket.expected:
-                    part = parts[message.peer]
-                    at = (start - column.start) * part.element_size()
-                    self._try(ticket, message.peer, message.pending.read, part, at)
-            self._sum(bucket.job, piece, parts)
-        if self._peeks is not None:
-            for message in bucket.expected:
-                self._try(ticket, message.peer, message.pending.release)
-            self._settle(bucket.sent, ticket)
+            if self._peeking is not None:
+                at = (start - column.start) * job.how.wire.itemsize
+                for peer, message in bucket.expected:
+                    self._try(job.ticket, peer, message.read, parts[peer], at)
+            self._sum(job, piece, parts)
+        if self._peeking is not None:
+            for peer, message in bucket.expected:
+                self._try(job.ticket, peer, message.release)
 
     def _sum(self, job: _Reduction, piece: slice, parts: dict[int, torch.Tensor]) -> None:
         target = job.out[piece]
@@ -193,8 +213,10 @@ class PeerTransport:
         """See ``Transport.give_up``."""
         self._guard.give_up(reason)
         self._rounds.clear()
+        self._early.clear()
 
     def _announce(self, what: str, numel: int, dtype: torch.dtype) -> _Ticket:
+        self._sum_early()
         notice, tag = self._guard.announce(what, f"{numel} elements of {str(dtype).removeprefix('torch.')}")
         return _Ticket(notice, tag, what)
 
@@ -205,8 +227,12 @@ class PeerTransport:
         ticket: _Ticket,
     ) -> list[_Message]:
         receive, send = self._mailbox.receive, self._mailbox.send
-        messages = [_Message(peer, self._try(ticket, peer, receive, tensor, peer, ticket.tag)) for peer, tensor in incoming]
-        messages += [_Message(peer, self._try(ticket, peer, send, tensor, peer, ticket.tag)) for peer, tensor in outgoing]
+        messages = [
+            _Message(peer, self._try(ticket, peer, receive, tensor, peer, ticket.tag)) for peer, tensor in incoming
+        ]
+        messages += [
+            _Message(peer, self._try(ticket, peer, send, tensor, peer, ticket.tag)) for peer, tensor in outgoing
+        ]
         return messages
 
     def _finish_before(self, notice: Notice | None) -> None:
@@ -251,8 +277,7 @@ class _Ticket:
     what: str
 
 
-@dataclass(frozen=True)
-class _Message:
+class _Message(NamedTuple):
     """A message under way."""
 
     peer: int
@@ -268,15 +293,20 @@ class _Reduction:
     how: ReduceHow
     ticket: _Ticket
 
+    @property
+    def allocates(self) -> bool:
+        """Whether sums take memory; then they are taken at a fixed point of the program, for an account that is exact."""
+        return self.how.accumulate or not self.full.dtype == self.how.wire == self.out.dtype
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class _Bucket:
-    """One column of a reduction under way. Contributions are summed ``piece`` elements at a time, out of ``buffers``."""
+    """One column of a reduction under way."""
 
     job: _Reduction
     column: slice
-    piece: int
     buffers: dict[int, torch.Tensor]
-    """By rank: where its contribution, or a piece of it, is received."""
+    """By rank: where its contribution, or one piece after another of it, is received."""
     expected: list[_Message]
     sent: list[_Message]
+    summed: bool = False

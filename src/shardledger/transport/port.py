@@ -28,6 +28,8 @@ class Mailbox(Protocol):
     and is neither copied nor resized; it must stay alive until ``wait`` returns.
     """
 
+    wire: str
+    """What moves the bytes, for people."""
     rank: int
     world: int
 
@@ -131,6 +133,8 @@ class Work:
 class Transport(Protocol):
     """Collectives over the shard group. Every rank issues the same ones in the same order."""
 
+    wire: str
+    """What moves the bytes: ``"shared_memory"``, ``"gloo"``, ``"nccl"``; ``"none"`` with one rank."""
     rank: int
     world: int
     counters: Counters
