@@ -35,11 +35,15 @@ def meet(engine: int, wire: str, timeout_s: float) -> PeerTransport:
     refusal = _connect(gloo.rank, lines, addresses, [WIRES[row[0]] for row in rows])
     verdicts = gloo.exchange(torch.tensor(refusal, dtype=torch.int64), "agreement on a wire").tolist()
     reasons = [(rank, *verdict) for rank, verdict in enumerate(verdicts) if verdict[1]]
-    if lines is not None and not reasons:
-        return PeerTransport(NeighboursMailbox(gloo.rank, addresses, lines, timeout_s), engine)
+    shared = lines is not None and not reasons
     if gloo.rank == 0 and wire != "gloo":
-        _log.log(logging.WARNING if wire == "shared_memory" else logging.INFO, _why_not(*reasons[0]))
-    return gloo
+        text = (
+            _why_not(*reasons[0])
+            if reasons
+            else f"{gloo.world} ranks of this machine exchange payloads through shared memory."
+        )
+        _log.log(logging.WARNING if wire == "shared_memory" and reasons else logging.INFO, text)
+    return PeerTransport(NeighboursMailbox(gloo.rank, addresses, lines, timeout_s), engine) if shared else gloo
 
 
 def _lines(wire: str) -> Lines | None:
