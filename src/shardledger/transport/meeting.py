@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 from dataclasses import astuple
 
 import torch
@@ -35,24 +36,20 @@ def meet(engine: int, wire: str, timeout_s: float) -> PeerTransport:
     refusal = _connect(gloo.rank, lines, addresses, [WIRES[row[0]] for row in rows])
     verdicts = gloo.exchange(torch.tensor(refusal, dtype=torch.int64), "agreement on a wire").tolist()
     reasons = [(rank, *verdict) for rank, verdict in enumerate(verdicts) if verdict[1]]
-    shared = lines is not None and not reasons
     if gloo.rank == 0 and wire != "gloo":
-        text = (
-            _why_not(*reasons[0])
-            if reasons
-            else f"{gloo.world} ranks of this machine exchange payloads through shared memory."
-        )
-        _log.log(logging.WARNING if wire == "shared_memory" and reasons else logging.INFO, text)
-    return PeerTransport(NeighboursMailbox(gloo.rank, addresses, lines, timeout_s), engine) if shared else gloo
+        text = _why_not(*reasons[0]) if reasons else f"{gloo.world} ranks exchange payloads through shared memory."
+        _log.log(logging.WARNING if reasons and wire == "shared_memory" else logging.INFO, text)
+    if reasons or lines is None:
+        return gloo
+    return PeerTransport(NeighboursMailbox(gloo.rank, addresses, lines, timeout_s), engine)
 
 
 def _lines(wire: str) -> Lines | None:
     """This rank's inbox, and leave for the others to find it: for ``"auto"``, for what the same launcher has started."""
-    launcher = os.getppid()
-    if wire == "shared_memory" or launcher > 1:
-        let_read(None if wire == "shared_memory" else launcher)
+    launcher = os.getppid() if os.getppid() > 1 else 0  # init has started everybody
+    let_read(-1 if wire == "shared_memory" else launcher)
     try:
-        return Lines()
+        return Lines() if signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN else None
     except (AttributeError, OSError):  # not Linux, or no file free
         return None
 
@@ -78,6 +75,6 @@ def _why_not(rank: int, peer: int, code: int) -> str:
     why = {
         errno.ESRCH: "they are on different machines or in different containers",
         errno.EPERM: 'the kernel forbids it (with ptrace_scope 1, "transport": "shared_memory" asks for permission)',
-        errno.ENOSYS: "that needs Linux",
+        errno.ENOSYS: "that needs Linux, a free file, and SIGPIPE ignored as Python has it",
     }
     return f"rank {rank} cannot read the memory of rank {peer}: {why.get(code, os.strerror(code))}. All ranks use gloo."

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import select
 import struct
 import time
 import weakref
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,8 +27,8 @@ _RECORD = struct.Struct("=iiqqqq")
 _OFFERED, _TAKEN, _GIVEN_UP = range(3)
 _INLINE_BYTES = 4096 - _RECORD.size
 """Messages up to this size (headers, last words) lie in their record: the kernel does not mix writes of up to 4 KiB."""
-
-_F_GETPIPE_SZ = 1032
+_INBOX_BYTES = 1 << 20
+"""More than a pipe holds, so that one read empties it and ends with a record."""
 
 _in_use: weakref.WeakSet[Lines] = weakref.WeakSet()
 
@@ -100,16 +99,14 @@ class NeighboursMailbox:
         self.world = len(addresses)
         self._lines = lines
         self._timeout_s = timeout_s
-        self._neighbours = {
-            peer: _Neighbour(rank, peer, addresses[peer].pid, file) for peer, file in lines.outboxes.items()
-        }
-        self._by_file = {neighbour.file: neighbour for neighbour in self._neighbours.values()}
+        files = lines.outboxes.items()
+        self._neighbours = {peer: _Neighbour(rank, peer, addresses[peer].pid, file) for peer, file in files}
+        self._by_file = {file: self._neighbours[peer] for peer, file in files}
         self._poll = select.poll()
         self._poll.register(lines.inbox, select.POLLIN)
         for file in self._by_file:
             self._poll.register(file, 0)  # reports when nobody can read it any more
-        self._inbox_bytes = fcntl.fcntl(lines.inbox, _F_GETPIPE_SZ)
-        """What one read empties, so that it ends with a record."""
+        self._buffer = memoryview(bytearray(_INBOX_BYTES))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Message:
         """See ``Mailbox.send``."""
@@ -119,13 +116,11 @@ class NeighboursMailbox:
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> _Message:
         """See ``Mailbox.receive``."""
-        return self._expect(_Message(self, self._neighbours[peer], tensor.numel() * tensor.element_size(), tensor), tag)
+        return self.peek(tensor.numel() * tensor.element_size(), peer, tag, tensor)
 
-    def peek(self, nbytes: int, peer: int, tag: int) -> _Message:
-        """See ``PeekingMailbox.peek``."""
-        return self._expect(_Message(self, self._neighbours[peer], nbytes, None), tag)
-
-    def _expect(self, message: _Message, tag: int) -> _Message:
+    def peek(self, nbytes: int, peer: int, tag: int, target: torch.Tensor | None = None) -> _Message:
+        """See ``PeekingMailbox.peek``; with ``target`` the message is copied there when it comes."""
+        message = _Message(self, self._neighbours[peer], nbytes, target)
         message.neighbour.requests[tag].append(message)
         self.listen(0)
         self._match()
@@ -154,23 +149,20 @@ class NeighboursMailbox:
         """Wait for records or the end of a rank, at most ``limit_s`` seconds, and note them."""
         for neighbour in self._by_file.values():
             self._poll.modify(neighbour.file, select.POLLOUT if neighbour.unsent else 0)
-        ended = []
-        for file, event in self._poll.poll(limit_s * 1000):
-            if file != self._lines.inbox and event & select.POLLERR:
-                ended.append(file)
-            elif file != self._lines.inbox:
-                self._by_file[file].flush()
+        events = self._poll.poll(limit_s * 1000)
         self._read()
-        for file in ended:  # only now: what it wrote before counts
-            self._poll.unregister(file)
-            neighbour = self._by_file.pop(file)
-            neighbour.lose("it has ended")
-            neighbour.end()
+        for file, event in events:
+            if file != self._lines.inbox and not event & select.POLLERR:
+                self._by_file[file].flush()
+            elif file != self._lines.inbox:  # what it wrote before has been read, and counts
+                self._poll.unregister(file)
+                neighbour = self._by_file.pop(file)
+                neighbour.lost = neighbour.lost or "it has ended"
 
     def _read(self) -> None:
         try:
-            while records := os.read(self._lines.inbox, self._inbox_bytes):
-                self._note(records)
+            while nbytes := os.readv(self._lines.inbox, [self._buffer]):
+                self._note(bytes(self._buffer[:nbytes]))
         except BlockingIOError:
             pass
 
@@ -185,8 +177,8 @@ class NeighboursMailbox:
                 at += len(content)
             elif kind == _GIVEN_UP:
                 neighbour.given_up.add(number)
-            elif number in neighbour.offers:
-                neighbour.offers.pop(number).finish()
+            else:
+                neighbour.offers.pop(number).done = True
 
     def _match(self) -> None:
         """Give each request the message it asks for."""
@@ -194,7 +186,7 @@ class NeighboursMailbox:
             for tag in [tag for tag in neighbour.requests if tag in neighbour.arrived]:
                 requests, arrived = neighbour.requests[tag], neighbour.arrived[tag]
                 while requests and arrived and requests[0].fill(arrived[0]):
-                    requests.popleft().finish()
+                    requests.popleft().done = True
                     arrived.popleft()
                 for waiting in (neighbour.requests, neighbour.arrived):
                     if not waiting[tag]:
@@ -211,36 +203,29 @@ class _Arrived:
     content: bytes
 
 
+@dataclass(eq=False)
 class _Message:
     """A message that this rank sends or expects; without a tensor one that it reads where it lies."""
 
-    def __init__(
-        self, mailbox: NeighboursMailbox, neighbour: _Neighbour, nbytes: int, tensor: torch.Tensor | None
-    ) -> None:
-        self.neighbour = neighbour
-        self.nbytes = nbytes
-        self.tensor = tensor
-        self.done = False
-        self._mailbox = mailbox
-        self._source: _Arrived | None = None
+    mailbox: NeighboursMailbox
+    neighbour: _Neighbour
+    nbytes: int
+    tensor: torch.Tensor | None
+    done: bool = False
+    """It has arrived, or has been taken."""
+    source: _Arrived | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See ``Pending.wait``."""
         if not self.done:
-            self._mailbox.wait(self, timeout_s)
-
-    def finish(self) -> None:
-        """It has arrived, or its buffer may be used again."""
-        self.done = True
+            self.mailbox.wait(self, timeout_s)
 
     def fill(self, arrived: _Arrived) -> bool:
         """Take what has arrived, if it can still be had."""
-        self._source = arrived
+        self.source = arrived
         try:
             if arrived.nbytes != self.nbytes:
-                self.neighbour.lose(f"it sends {arrived.nbytes} bytes where {self.nbytes} are expected")
-            if arrived.nbytes != self.nbytes or self.nbytes > _INLINE_BYTES:
-                self.neighbour.check()
+                self.neighbour.check(f"it sends {arrived.nbytes} bytes where {self.nbytes} are expected")
             if self.tensor is not None:
                 self.read(self.tensor, 0)
                 self.release()
@@ -250,69 +235,63 @@ class _Message:
 
     def read(self, tensor: torch.Tensor, at: int) -> None:
         """See ``Peeked.read``."""
-        assert self._source is not None
         nbytes = tensor.numel() * tensor.element_size()
         if self.nbytes <= _INLINE_BYTES:
-            ctypes.memmove(tensor.data_ptr(), self._source.content[at : at + nbytes], nbytes)
+            ctypes.memmove(tensor.data_ptr(), self.source.content[at : at + nbytes], nbytes)
             return
+        self.neighbour.check()
         try:
-            read_memory(self.neighbour.pid, self._source.address + at, tensor.data_ptr(), nbytes)
+            read_memory(self.neighbour.pid, self.source.address + at, tensor.data_ptr(), nbytes)
         except OSError as error:
-            self.neighbour.lose(str(error))
-            self.neighbour.check()
+            self.neighbour.check(str(error.strerror))
 
     def release(self) -> None:
         """See ``Peeked.release``. What was read counts if its rank was there, and had it on offer, to the end."""
-        assert self._source is not None
-        if self.nbytes <= _INLINE_BYTES:
-            return
-        self._mailbox.listen(0)
-        if self._source.number in self.neighbour.given_up:
-            self.neighbour.lose("it has given up what it was sending")
-        self.neighbour.check()
-        self.neighbour.write(_TAKEN, self._source.number, 0, 0, 0)
+        if self.nbytes > _INLINE_BYTES:
+            self.mailbox.listen(0)
+            gone = self.source.number in self.neighbour.given_up
+            self.neighbour.check("it has given up what it was sending" if gone else "")
+            self.neighbour.write(_TAKEN, self.source.number, 0, 0, 0)
 
 
+@dataclass(eq=False)
 class _Neighbour:
     """What this rank (``me``) and another one have to say to each other."""
 
-    def __init__(self, me: int, rank: int, pid: int, file: int) -> None:
-        self.rank = rank
-        self.pid = pid
-        self.file = file
-        self.lost = ""
-        """Why nothing more is taken from the rank; empty while that is not so."""
-        self.unsent: deque[tuple[bytes, _Message | None]] = deque()
-        """Records for which its inbox had no room, and the message that is done with them."""
-        self.offers: dict[int, _Message] = {}
-        """By number: large messages that it has yet to take."""
-        self.arrived: dict[int, deque[_Arrived]] = defaultdict(deque)
-        """By tag: messages of that rank for which nobody has asked."""
-        self.requests: dict[int, deque[_Message]] = defaultdict(deque)
-        """By tag: messages that this rank expects; the first asked for gets the first that comes."""
-        self.given_up: set[int] = set()
-        self._me = me
-        self._count = 0
+    me: int
+    rank: int
+    pid: int
+    file: int
+    lost: str = ""
+    """Why nothing more is taken from the rank; empty while that is not so."""
+    unsent: deque[tuple[bytes, _Message | None]] = field(default_factory=deque)
+    """Records for which its inbox had no room, and the message that is done with them."""
+    count: int = 0
+    """Messages sent to it."""
+    offers: dict[int, _Message] = field(default_factory=dict)
+    """By number: large messages that it has yet to take."""
+    arrived: dict[int, deque[_Arrived]] = field(default_factory=lambda: defaultdict(deque))
+    """By tag: messages of that rank for which nobody has asked."""
+    requests: dict[int, deque[_Message]] = field(default_factory=lambda: defaultdict(deque))
+    """By tag: messages that this rank expects; the first asked for gets the first that comes."""
+    given_up: set[int] = field(default_factory=set)
+    """Numbers of messages of that rank that are no longer to be had."""
 
-    def check(self) -> None:
-        """Raises ``RuntimeError`` if the rank is lost."""
+    def check(self, problem: str = "") -> None:
+        """Raises ``RuntimeError`` if the rank is lost: for the first ``problem`` that there was."""
+        self.lost = self.lost or problem
         if self.lost:
             raise RuntimeError(f"Connection closed by rank {self.rank}: {self.lost}")
 
-    def lose(self, why: str) -> None:
-        """Take nothing more from the rank, for the first reason given."""
-        self.lost = self.lost or why
-
     def offer(self, message: _Message, tag: int) -> None:
         """Send a small message, say where a large one lies."""
-        assert message.tensor is not None
-        self._count += 1
-        place = (self._count, tag, message.tensor.data_ptr(), message.nbytes)
+        self.count += 1
+        address = message.tensor.data_ptr()
+        place = (self.count, tag, address, message.nbytes)
         if message.nbytes <= _INLINE_BYTES:
-            content = ctypes.string_at(message.tensor.data_ptr(), message.nbytes)
-            self.write(_OFFERED, *place, content=content, done=message)
+            self.write(_OFFERED, *place, content=ctypes.string_at(address, message.nbytes), small=message)
         else:
-            self.offers[self._count] = message
+            self.offers[self.count] = message
             self.write(_OFFERED, *place)
 
     def give_up(self, message: _Message) -> None:
@@ -320,9 +299,9 @@ class _Neighbour:
         for number in [number for number, offer in self.offers.items() if offer is message]:
             self.write(_GIVEN_UP, number, 0, 0, 0)
 
-    def write(self, kind: int, *fields: int, content: bytes = b"", done: _Message | None = None) -> None:
-        """Put a record in its inbox; ``done`` is the message that has left with it."""
-        self.unsent.append((_RECORD.pack(self._me, kind, *fields) + content, done))
+    def write(self, kind: int, *fields: int, content: bytes = b"", small: _Message | None = None) -> None:
+        """Put a record in its inbox; ``small`` is the message that leaves with it."""
+        self.unsent.append((_RECORD.pack(self.me, kind, *fields) + content, small))
         self.flush()
 
     def flush(self) -> None:
@@ -330,18 +309,8 @@ class _Neighbour:
         try:
             while self.unsent:
                 os.write(self.file, self.unsent[0][0])
-                done = self.unsent.popleft()[1]
-                if done is not None:
-                    done.finish()
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self.end()
-
-    def end(self) -> None:
-        """Nobody reads what this rank sends, so its buffers are free. That the other is lost, a receive will tell."""
-        for message in (*self.offers.values(), *(message for _, message in self.unsent)):
-            if message is not None:
-                message.finish()
-        self.offers.clear()
-        self.unsent.clear()
+                _, small = self.unsent.popleft()
+                if small is not None:
+                    small.done = True
+        except (BlockingIOError, BrokenPipeError):
+            pass  # who waits is woken when there is room, or told that the rank has ended

@@ -9,24 +9,23 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from ctypes import c_int, c_ulong, c_void_p
 
 _LARGEST_CALL = 1 << 30
 """The kernel moves at most 2 GiB - 4 KiB a call."""
-_PR_SET_PTRACER, _ANYBODY = 0x59616D61, -1
+_PR_SET_PTRACER = 0x59616D61
 
 
 class _Interval(ctypes.Structure):
     """``struct iovec``."""
 
-    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+    _fields_ = (("address", c_void_p), ("nbytes", ctypes.c_size_t))
 
 
 try:
     _libc = ctypes.CDLL(None, use_errno=True)
     _readv = _libc.process_vm_readv
-    _readv.argtypes = (
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong
-    )  # fmt: skip
+    _readv.argtypes = (c_int, c_void_p, c_ulong, c_void_p, c_ulong, c_ulong)
     _readv.restype = ctypes.c_ssize_t
 except (AttributeError, OSError, TypeError):
     _readv = None
@@ -49,7 +48,7 @@ def read_memory(pid: int, source: int, target: int, nbytes: int) -> None:
             raise OSError(code, "it has ended" if code == errno.ESRCH else os.strerror(code))
 
 
-def let_read(pid: int | None) -> None:
-    """Where the kernel asks for permission: let process ``pid`` and its descendants read this one; None: all of this user."""
+def let_read(pid: int) -> None:
+    """Where the kernel asks for permission: let process ``pid`` and its descendants read this one; 0: nobody, -1: everybody."""
     if _readv is not None:
-        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYBODY if pid is None else pid), 0, 0, 0)
+        _libc.prctl(_PR_SET_PTRACER, c_ulong(pid), 0, 0, 0)
