@@ -86,6 +86,13 @@ def parameters(model: str) -> int:
     return shape["layers"] * block + (256 + shape["context"] + 2) * width
 
 
+def largest_unit(model: str) -> int:
+    """Parameters of the largest unit: a block, or tables and norm together."""
+    width = SHAPES[model]["width"]
+    block = 12 * width * width + 13 * width
+    return max(block, parameters(model) - SHAPES[model]["layers"] * block)
+
+
 def _both(model: str, world: int, steps: int, alive: bool = True) -> list[Case]:
     return [Case(model=model, world=world, precision=p, steps=steps, alive=alive) for p in ("fp32", "bf16")]
 

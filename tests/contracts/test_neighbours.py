@@ -15,8 +15,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from contracts.test_transport_faults import PATIENCE_S, SILENCE_S, all_gather, exchange, gather, reduce
+from contracts.test_transport_faults import HOW, PATIENCE_S, SILENCE_S, all_gather, exchange, gather, reduce
 from shardledger.errors import PeerLostError, RanksDisagreeError
+from shardledger.telemetry.live import LiveBytes
+from shardledger.transport.dry import DryPeers
 from shardledger.transport.neighbours import Address, Lines, NeighboursMailbox
 from shardledger.transport.peers import PeerTransport
 from support.ranks import run_ranks, run_ranks_raw
@@ -166,6 +168,19 @@ def test_a_peeked_message_is_read_in_pieces_and_its_sender_waits_until_it_is_rel
         seen.release()
 
 
+def test_a_reduction_stages_at_most_a_mebibyte_of_what_others_send():
+    full = torch.ones(2 << 20)
+    staged = {}
+    for wire in ("gloo", "shared_memory"):
+        transport = DryPeers(0, 2, wire)
+        with LiveBytes() as meter:
+            work = transport.reduce_scatter(full, full[: 1 << 20], replace(HOW, bucket_numel=len(full)))
+            staged[wire] = meter.total
+            work.wait()
+        assert meter.peaks.highest.total == staged[wire], "sums take no memory"
+    assert {wire: nbytes // 2**20 for wire, nbytes in staged.items()} == {"gloo": 8 + 4, "shared_memory": 8 + 1}
+
+
 def test_a_number_that_another_process_has_is_not_taken_for_the_neighbour():
     lines, other = Lines(), Lines()
     child = os.fork()
@@ -256,7 +271,7 @@ engine.destroy()
 def test_where_the_kernel_forbids_it_an_engine_trains_over_gloo_and_its_plan_says_so():
     for ended in run_ranks_raw(FORBIDDEN, 2, timeout=60):
         assert ended.code == 0, ended.output
-        assert "WIRE gloo gloo shardledger.transport = gloo (auto: agreed by the ranks)" in ended.output
+        assert "WIRE gloo gloo ranks exchange payloads through gloo (shardledger.transport: auto)" in ended.output
 
 
 LAST_WORDS = """

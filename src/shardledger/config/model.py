@@ -163,6 +163,8 @@ class Config(BatchSizes, PrecisionChoice):
 
     def agreed(self, transport: str) -> Config:
         """The configuration when the ranks have met and use ``transport``; a wish that was not met is no longer in it."""
+        if transport not in ("shared_memory", "gloo"):
+            return self
         own = self.shardledger
         if transport == "gloo":
             own = own.model_copy(update={"transport": transport})
