@@ -33,7 +33,7 @@ class PeerTransport:
         self.wire = mailbox.wire
         self.counters = Counters()
         self._mailbox = mailbox
-        self._peeking = mailbox if isinstance(mailbox, PeekingMailbox) else None
+        self._peeking = mailbox if isinstance(mailbox, PeekingMailbox) and self.world > 1 else None
         self._guard = Guard(mailbox, engine)
         self._rounds: deque[tuple[Notice, Work]] = deque()
         """Reductions of several buckets, as announced: the others get the next bucket when this rank finishes them."""
