@@ -281,7 +281,8 @@ class FlatGradients:
     def _hook(self, index: int, listener: GradientListener) -> Callable[[nn.Parameter], None]:
         """Moves one fresh gradient into the flat. It runs for every parameter, so it looks up as little as it can."""
         size, stride, start = self._places.strided[index]
-        mode, unit = self._mode, self.flat.layout.unit
+        mode, unit, kept = self._mode, self.flat.layout.unit, self._kept
+        own = None if kept is None else kept.as_strided(size, stride, start)
 
         def accumulated(parameter: nn.Parameter) -> None:
             fresh = parameter.grad
@@ -296,7 +297,7 @@ class FlatGradients:
             if self.state is not GradState.PENDING:
                 self._move(GradState.PENDING)
             assert self.local is not None
-            target = self.local.as_strided(size, stride, start)
+            target = own if own is not None and self.local is kept else self.local.as_strided(size, stride, start)
             if self._round[index]:
                 if not mode.mute:
                     target.add_(fresh)
