@@ -13,6 +13,7 @@ import torch
 from shardledger.checkpoint.files import Files
 from shardledger.checkpoint.manifest import BUFFER, Entry, FileRecord, entry_key, tensor_file_name
 from shardledger.checkpoint.port import Held
+from shardledger.checkpoint.shared_folder import await_draft
 from shardledger.checkpoint.stream import crc32_of, memory_of, parts_of
 from shardledger.layout.flat import Interval
 from shardledger.layout.portion import Portion
@@ -33,7 +34,13 @@ class RankWriter:
         self._settler = ThreadPoolExecutor(1, thread_name_prefix="shardledger-fsync")
 
     def open(self) -> None:
-        """Make this rank's folder."""
+        """Make this rank's folder.
+
+        Raises:
+            CheckpointError: rank 0's draft is not seen here.
+        """
+        if self._rank:
+            await_draft(self._draft, self._rank)
         self._files.make_folder(self._folder)
 
     def unit(self, index: int, held: Iterable[Held]) -> None:

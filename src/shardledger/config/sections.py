@@ -255,6 +255,27 @@ class CheckpointSection(Section):
     keep_every: Positive | None = Field(None, description="those of steps that this divides stay beside the last ones")
 
 
+class CompileSection(Section):
+    """torch.compile of the units; the section being there turns it on."""
+
+    backend: str = Field("inductor", description="backend of torch.compile")
+    mode: str | None = Field(None, description="mode of torch.compile; not given: its default")
+    dynamic: Flag | None = Field(
+        None, description="compile for all shapes at once; not given: when a second shape comes"
+    )
+    fullgraph: Flag = Field(
+        False, description="an error instead of a break where a unit cannot be compiled as one graph"
+    )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of ``engine.compile``."""
+        return {
+            "backend": self.backend,
+            "compile_kwargs": {"mode": self.mode, "dynamic": self.dynamic, "fullgraph": self.fullgraph},
+        }
+
+
 class StepSection(Section):
     """What a step does with the whole gradient; keys of ``shardledger``."""
 
@@ -304,6 +325,9 @@ class ShardledgerSection(StepSection):
     )
     checkpoint: CheckpointSection = Field(
         default_factory=CheckpointSection, description="when checkpoints are written, and which stay"
+    )
+    compile: CompileSection | None = Field(
+        None, description="torch.compile of the forward of every unit, as {} or with its arguments; not given: none"
     )
     lenient: Flag = Field(False, description="unknown keys are warnings instead of errors")
     prefetch: Flag = Field(True, description="gather the next unit while this one computes (stage 3)")

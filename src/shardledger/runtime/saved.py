@@ -62,18 +62,20 @@ class SavedWeights:
         """Times the weights have been updated: a view saved before an update belongs to other weights."""
         self._units = units
         self._gather = gather
+        self._untraced = torch.compiler.disable(self._pack)
+        """A compiled module that is not one unit's forward has parts that run as they are, with the compiler listening."""
         self._flats = {flat.full.untyped_storage()._cdata: flat for unit in units for flat in unit.sharded_flats}
 
     def watch(self, note: Callable[[torch.Tensor], None] | None = None) -> AbstractContextManager[None]:
         """A context for a forward pass; ``note`` is shown every saved tensor."""
         if note is None:
-            return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            return torch.autograd.graph.saved_tensors_hooks(self._untraced, self._unpack)
 
         def pack(tensor: torch.Tensor) -> Kept | _SavedWeight:
             note(tensor)
             return self._pack(tensor)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(torch.compiler.disable(pack), self._unpack)
 
     @property
     def needed(self) -> bool:
