@@ -1,13 +1,13 @@
 """Module events in, actions out, compared as lists.
 
-An action is written as a letter and its unit: G gather, W wait, R release, D reduce. Unit 0 is the root.
+An action is written as a letter and its unit: G gather, W wait, R release, D reduce, S settle. Unit 0 is the root.
 """
 
 import pytest
 
 from shardledger.runtime.schedule import Action, Schedule, UnitFacts
 
-LETTERS = {"gather": "G", "wait": "W", "release": "R", "reduce": "D"}
+LETTERS = {"gather": "G", "wait": "W", "release": "R", "reduce": "D", "settle": "S"}
 SHARDED = UnitFacts(sharded=True, trainable=True, frozen=False, numel=10)
 WHOLE = UnitFacts(sharded=False, trainable=True, frozen=False, numel=0)
 FROZEN = UnitFacts(sharded=True, trainable=False, frozen=True, numel=10)
@@ -129,10 +129,25 @@ def test_backward_gathers_the_unit_before_ahead():
     assert backward(made) == [
         "G0 W0 G3",
         "W3 G2", "D3", "R3",
-        "W2 G1", "D2", "R2",
+        "W2", "S3 G1 D2", "R2",
         "W1", "D1", "R1",
         "D0", "R0",
     ]  # fmt: skip
+
+
+def test_the_gather_ahead_follows_the_reduction_before_as_soon_as_gradients_come():
+    """Else the weights of three units and the gradients of two, or two and three, would be alive at once."""
+    made = schedule()
+    forward(made)
+    made.pre_backward(0)
+    assert [text(made.pre_backward(3)), text(made.gradients_begun(3))] == ["W3 G2", ""]
+    assert [text(made.gradients_complete(3)), text(made.post_backward(3))] == ["D3", "R3"]
+    assert [text(made.pre_backward(2)), text(made.gradients_begun(2))] == ["W2", "S3 G1"]
+    assert text(made.gradients_begun(2)) == ""
+    assert [text(made.gradients_complete(2)), text(made.post_backward(2))] == ["D2", "R2"]
+    # Nothing is wanted any more: the reduction goes on beside the last unit.
+    assert [text(made.pre_backward(1)), text(made.gradients_begun(1)), text(made.gradients_complete(1))] == [
+        "W1", "", "D1"]  # fmt: skip
 
 
 def test_prefetch_in_backward_stops_at_the_most_gathered_elements_allowed():

@@ -203,16 +203,11 @@ def assemble(site: Site) -> Parts:
         dtype_of(plan.precision.accumulate), dtype_of(plan.precision.local_accumulate), plan.reproducible
     )
     for unit in units:
-        for flat in unit.flats:
-            if flat.layout.trainable:
-                unit.gradients.append(
-                    FlatGradients(
-                        flat,
-                        rule=rule,
-                        mode=parts[0].mode,
-                        listener=hooks,
-                    )
-                )
+        trainable = [flat for flat in unit.flats if flat.layout.trainable]
+        largest = max(trainable, key=lambda flat: flat.layout.numel, default=None)
+        for flat in trainable:
+            gradients = FlatGradients(flat, rule, parts[0].mode, listener=hooks, leads=flat is largest)
+            unit.gradients.append(gradients)
     parts[0].leaves = _leaves(units, plan)
     return parts[0]
 

@@ -20,8 +20,9 @@ from shardledger.runtime.states import GradState, ParamState
 from shardledger.runtime.unit import Unit
 from shardledger.transport import ReduceHow, Transport, Work
 
-_REDUCTIONS_IN_FLIGHT = 2
-"""Each holds a full gradient of its flat and a receive buffer, so more would raise the peak for little overlap."""
+_KEPT_IN_FLIGHT = 2
+"""Reductions at once of gradients that stay in place: each has a receive buffer. Of those that do not stay, only one unit's
+are under way: each holds a full gradient too, beside the one that backward is filling."""
 
 
 @dataclass
@@ -67,6 +68,9 @@ class Executor:
                 self._wait(unit)
             elif action.act is Act.GATHER:
                 self._gather(unit)
+            elif action.act is Act.SETTLE:
+                while self._reductions:
+                    self._finish_reduction()
             elif action.act is Act.RELEASE:
                 edited = None if after_failure else self._edited(unit)
                 self._release(unit)
@@ -227,7 +231,7 @@ class Executor:
         )
 
     def _reduce(self, gradients: FlatGradients, label: str) -> None:
-        while len(self._reductions) >= _REDUCTIONS_IN_FLIGHT:
+        while self._reductions and self._crowded(gradients):
             self._finish_reduction()
         if any(r.gradients is gradients for r in self._reductions):
             self.settle_reductions()
@@ -245,6 +249,12 @@ class Executor:
         self._reductions.append(_Reduction(gradients, label, target, work))
         if not self._plan.communication.overlap:
             self.settle_reductions()
+
+    def _crowded(self, next_one: FlatGradients) -> bool:
+        """Whether the oldest reduction must end before ``next_one`` is reduced."""
+        if next_one.keeps_local:
+            return len(self._reductions) >= _KEPT_IN_FLIGHT
+        return self._reductions[0].gradients.flat.layout.unit != next_one.flat.layout.unit
 
     def _finish_reduction(self) -> None:
         reduction = self._reductions.popleft()

@@ -31,6 +31,9 @@ class GradientListener(Protocol):
     def flat_busy(self) -> None:
         """A gradient arrived while the flat's previous ones are being reduced: that reduction must end first."""
 
+    def flat_begun(self, unit: int) -> None:
+        """A good part of the gradients of ``unit`` has come; told once a backward pass."""
+
     def flat_complete(self, unit: int) -> None:
         """Every parameter of one flat of ``unit`` has a gradient; told once a backward pass and flat."""
 
@@ -65,6 +68,33 @@ class GradientRule:
     """Add micro-batches as a tree (reproducible mode)."""
 
 
+_BEGUN = 5
+"""One part in so many of a flat's elements: the first large matrix of a block's backward is above it, biases are not."""
+
+
+@dataclass
+class _Due:
+    """What a backward pass has yet to bring of one flat."""
+
+    slots: int
+    good_part: int
+    """Elements that are a good part of the flat; 0 where nobody asks."""
+    parameters: int = 0
+    missing: int = 0
+    """Elements until the good part is there."""
+
+    def begin(self) -> None:
+        """A backward pass starts."""
+        self.parameters, self.missing = self.slots, self.good_part
+
+    def count(self, numel: int) -> bool:
+        """One more gradient has come. Whether it made the good part."""
+        self.parameters -= 1
+        waited = self.missing > 0
+        self.missing -= numel
+        return waited and self.missing <= 0
+
+
 class FlatGradients:
     """Collects the gradients of one trainable flat and tells ``listener`` when every parameter has one."""
 
@@ -74,7 +104,10 @@ class FlatGradients:
         rule: GradientRule,
         mode: GradientMode,
         listener: GradientListener,
+        *,
+        leads: bool = True,
     ) -> None:
+        """``leads``: the largest flat of its unit, whose gradients tell how far the unit is."""
         self.flat = flat
         self.state = GradState.EMPTY
         narrow = flat.master_dtype == torch.float32
@@ -93,7 +126,7 @@ class FlatGradients:
         """Which parameters have had a gradient on this rank since the last step."""
         self._round = [False] * len(flat.parameters)
         """Which have one in the current ``local``."""
-        self._left = len(flat.parameters)
+        self._due = _Due(len(flat.parameters), flat.layout.numel // _BEGUN if leads else 0)
         self._stand_ins = StandIns(flat.parameters, [slot.name for slot in flat.layout.slots])
         self._listener = listener
         self._stand_ins.hide()  # what the model brings along is not of this engine's window
@@ -136,7 +169,7 @@ class FlatGradients:
             EngineStateError: see ``refuse_changes``.
         """
         self.refuse_changes()
-        self._left = len(self.flat.parameters)
+        self._due.begin()
         self._stand_ins.hide()
 
     def end_backward(self) -> None:
@@ -307,8 +340,9 @@ class FlatGradients:
         self._round[index] = True
         if not self.present[index]:
             self.present[index] = True
-        self._left -= 1
-        if self._left == 0:
+        if self._due.count(slot.numel):
+            self._listener.flat_begun(self.flat.layout.unit)
+        if self._due.parameters == 0:
             self._listener.flat_complete(self.flat.layout.unit)
 
     def _ensure_local(self) -> None:

@@ -3,6 +3,8 @@
 Rules, for units whose parameters are sharded:
 * a unit is gathered before it runs and released after, in forward and in backward;
 * while it runs, the unit that ran next last time is gathered ahead, so that at most two units besides the root are full;
+* in backward, that gather waits until the reduction of the unit before is over: of the next unit's weights and the last
+  one's gradients only one is alive at a time. Both still run beside compute, one after the other, as they share a wire;
 * a forward pass inside a backward pass is a recomputation: its unit stays full for the backward pass that follows.
 
 Rules for gradients: each trainable unit is reduced once per backward pass, when its gradients are complete and all units
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -25,6 +27,8 @@ class Act(Enum):
     WAIT = "wait"
     RELEASE = "release"
     REDUCE = "reduce"
+    SETTLE = "settle"
+    """Wait for the reductions under way. A moment that is the same on all ranks, unlike that at which one is found done."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,20 @@ _LIVE_UNITS = 2
 """Gathered units besides the root: the one that computes and the one that comes next."""
 
 
+@dataclass
+class _Backward:
+    """How far the current backward pass is."""
+
+    position: int = 0
+    """Of the unit it has reached, in the order of the forward pass."""
+    launched: int = 0
+    """How many of ``reduce_order`` have been reduced."""
+    reducing: int | None = None
+    """The unit whose reduction was started last, until it is settled."""
+    reached: set[int] = field(default_factory=set)
+    """Units whose first input has its gradient."""
+
+
 class Schedule:
     """The state machine of one engine's units."""
 
@@ -69,25 +87,21 @@ class Schedule:
         self._gathered: set[int] = set()
         self._orders: tuple[list[int], list[int]] = ([], [])
         """Units in the order in which the previous forward pass, and this one, ran them."""
-        self._back_position = 0
+        self._back = _Backward()
         self._wanted: int | None = None
         self._calls = [0] * len(units)
         """Tracked forward calls whose backward has not passed yet."""
         self._untracked: set[int] = set()
         self._fresh = False
         """Whether a forward pass with a graph has begun since the last backward pass."""
-        self._launched = 0
-        """How many of ``reduce_order`` have been reduced in this backward pass."""
         self._active: Counter[int] = Counter()
         """Units whose forward is under way: a backward pass inside it (a gradient as part of the loss) keeps them."""
-        self._reached: set[int] = set()
-        """Units whose first input has its gradient, in the current backward pass."""
 
     @property
     def at_work(self) -> int:
         """The unit that runs or ran last, in forward or in backward; for messages."""
         if self.in_backward:
-            return self._order[self._back_position] if self._back_position < len(self._order) else ROOT
+            return self._order[self._back.position] if self._back.position < len(self._order) else ROOT
         return next((unit for unit in reversed(self._order) if self._active[unit] > 0), ROOT)
 
     @property
@@ -137,12 +151,12 @@ class Schedule:
         """The backward pass reaches a unit's outputs."""
         if not self.in_backward:
             self.in_backward = True
-            self._back_position = len(self._order)
+            self._back = _Backward(position=len(self._order))
             self.completed = []
-            self._launched = 0
-            self._reached = set()
         actions = self._gather(unit)
         self._wanted = self._next_backward(unit)
+        if self._back.reducing is not None and self.units[unit].trainable and unit not in self.completed:
+            return actions  # until its gradients come
         return actions + self._look_ahead()
 
     def post_backward(self, unit: int) -> list[Action]:
@@ -154,8 +168,12 @@ class Schedule:
 
     def input_reached(self, unit: int) -> list[Action]:
         """The first input of a tracked call has its gradient; others (shared with other units, say) may be open."""
-        self._reached.add(unit)
+        self._back.reached.add(unit)
         return self._release_if_spent(unit)
+
+    def gradients_begun(self, unit: int) -> list[Action]:
+        """A unit's first large gradient has come: what was reduced meanwhile should be done, and make room."""
+        return self._make_room()
 
     def gradients_complete(self, unit: int) -> list[Action]:
         """Every trainable parameter of a unit has received a gradient."""
@@ -166,7 +184,7 @@ class Schedule:
         """The backward pass is over. ``late``: units that received gradients after they were reduced."""
         if not self.in_backward:
             return []
-        rest = self.reduce_order[self._launched :]
+        rest = self.reduce_order[self._back.launched :]
         actions = [Action(Act.REDUCE, u) for u in rest]
         actions += [Action(Act.REDUCE, u) for u in self.reduce_order if u in late and u not in rest]
         actions += [self._release(u) for u in sorted(self._gathered) if self._active[u] <= 0]
@@ -194,12 +212,21 @@ class Schedule:
     def _complete(self, unit: int) -> list[Action]:
         if unit in self.completed or not self.units[unit].trainable:
             return []
+        actions = self._make_room()  # where no gradient has begun: all ranks gather before they reduce
         self.completed.append(unit)
-        actions = []
-        while self._launched < len(self.reduce_order) and self.reduce_order[self._launched] in self.completed:
-            actions.append(Action(Act.REDUCE, self.reduce_order[self._launched]))
-            self._launched += 1
+        while self._back.launched < len(self.reduce_order) and self.reduce_order[self._back.launched] in self.completed:
+            self._back.reducing = self.reduce_order[self._back.launched]
+            actions.append(Action(Act.REDUCE, self._back.reducing))
+            self._back.launched += 1
         return actions
+
+    def _make_room(self) -> list[Action]:
+        """Gather the wanted unit, after the reduction that it waits for."""
+        reducing = self._back.reducing
+        if reducing is None or self._ahead() is None:
+            return []
+        self._back.reducing = None
+        return [Action(Act.SETTLE, reducing), *self._look_ahead()]
 
     def _release_if_spent(self, unit: int) -> list[Action]:
         """Release a unit all of whose weights have been used: their gradients are complete and its backward has ended.
@@ -208,7 +235,7 @@ class Schedule:
         """
         if unit == ROOT or unit not in self.completed or self.units[unit].frozen or not self._fresh:
             return []
-        if self._calls[unit] == 0 or (self._calls[unit] == 1 and unit in self._reached):
+        if self._calls[unit] == 0 or (self._calls[unit] == 1 and unit in self._back.reached):
             return self._release_if_gathered(unit) + self._look_ahead()
         return []
 
@@ -232,17 +259,23 @@ class Schedule:
 
     def _look_ahead(self) -> list[Action]:
         """Gather the wanted unit if there is room for it."""
-        unit = self._wanted
-        if unit is None or not self.units[unit].sharded or unit in self._gathered:
-            return []
-        live = [u for u in self._gathered if u != ROOT]
-        if len(live) >= _LIVE_UNITS:
-            return []
-        if sum(self.units[u].numel for u in self._gathered) + self.units[unit].numel > self._max_live:
+        unit = self._ahead()
+        if unit is None:
             return []
         self._wanted = None
         self._gathered.add(unit)
         return [Action(Act.GATHER, unit)]
+
+    def _ahead(self) -> int | None:
+        """The wanted unit, if it must be gathered and there is room for it."""
+        unit = self._wanted
+        if unit is None or not self.units[unit].sharded or unit in self._gathered:
+            return None
+        if len([u for u in self._gathered if u != ROOT]) >= _LIVE_UNITS:
+            return None
+        if sum(self.units[u].numel for u in self._gathered) + self.units[unit].numel > self._max_live:
+            return None
+        return unit
 
     def _next_forward(self) -> int | None:
         """The unit that ran after this point in the previous pass, when this pass has gone the same way so far."""
@@ -255,9 +288,9 @@ class Schedule:
         """The unit that ran before ``unit`` in the forward pass; before the root's end, the last one."""
         if unit == ROOT:
             return self._order[-1] if self._order and self._order[-1] != ROOT else None
-        for position in range(min(self._back_position, len(self._order)) - 1, -1, -1):
+        for position in range(min(self._back.position, len(self._order)) - 1, -1, -1):
             if self._order[position] == unit:
-                self._back_position = position
+                self._back.position = position
                 before = self._order[position - 1] if position > 0 else ROOT
                 return before if before != ROOT else None
         return None
