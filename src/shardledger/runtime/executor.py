@@ -69,8 +69,7 @@ class Executor:
             elif action.act is Act.GATHER:
                 self._gather(unit)
             elif action.act is Act.SETTLE:
-                while self._reductions:
-                    self._finish_reduction()
+                self.finish_reductions()
             elif action.act is Act.RELEASE:
                 edited = None if after_failure else self._edited(unit)
                 self._release(unit)
@@ -81,10 +80,14 @@ class Executor:
                     if self.boundary or not gradients.keeps_local:
                         self._reduce(gradients, unit.label)
 
-    def settle_reductions(self) -> None:
-        """Wait for every reduction under way, and for the replication of reduced gradients that follows at stage 0."""
+    def finish_reductions(self) -> None:
+        """Wait for every reduction under way; what follows one (replication, a way to the host) goes on."""
         while self._reductions:
             self._finish_reduction()
+
+    def settle_reductions(self) -> None:
+        """Wait for every reduction under way, and for the replication of reduced gradients that follows at stage 0."""
+        self.finish_reductions()
         for work in self._replications:
             work.wait()
         self._replications.clear()

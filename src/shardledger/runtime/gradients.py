@@ -31,6 +31,9 @@ class GradientListener(Protocol):
     def flat_busy(self) -> None:
         """A gradient arrived while the flat's previous ones are being reduced: that reduction must end first."""
 
+    def room_wanted(self) -> None:
+        """A buffer as large as a gathered unit is about to be taken: reductions under way hold as much."""
+
     def flat_begun(self, unit: int) -> None:
         """A good part of the gradients of ``unit`` has come; told once a backward pass."""
 
@@ -82,10 +85,13 @@ class _Due:
     parameters: int = 0
     missing: int = 0
     """Elements until the good part is there."""
+    early: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """Small gradients that came before it, by parameter: they can wait for the flat's buffer, which needs room."""
 
     def begin(self) -> None:
         """A backward pass starts."""
         self.parameters, self.missing = self.slots, self.good_part
+        self.early.clear()
 
     def count(self, numel: int) -> bool:
         """One more gradient has come. Whether it made the good part."""
@@ -174,6 +180,7 @@ class FlatGradients:
 
     def end_backward(self) -> None:
         """A backward pass is over: whoever looks at ``p.grad`` learns where the gradient is."""
+        self._place()
         self._stand_ins.show(self.present)
 
     def refuse_changes(self) -> None:
@@ -185,7 +192,8 @@ class FlatGradients:
         self._stand_ins.refuse_changes()
 
     def ready_to_reduce(self) -> torch.Tensor:
-        """The local gradients, complete: zeros where none came. Creates both buffers when they are missing."""
+        """The local gradients, complete: zeros where none came. Creates their buffer when it is missing."""
+        self._place()
         self._ensure_local()
         local = self.local
         assert local is not None
@@ -292,6 +300,7 @@ class FlatGradients:
         self.present = [False] * len(self.present)
         self._round = [False] * len(self._round)
         self.local = self._kept
+        self._due.early.clear()
         self._stand_ins.hide()
 
     def reset(self) -> None:
@@ -304,6 +313,7 @@ class FlatGradients:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._due.early.clear()
         self._stand_ins.hide()
         self._kept = self.local = self.probe = self.partial = None
         self.reduced = self.reduced.new_empty(0)
@@ -323,27 +333,42 @@ class FlatGradients:
         self._listener.gradient_arrived()
         if self.state is GradState.REDUCING:
             self._listener.flat_busy()
-        self._ensure_local()
-        assert self.local is not None
         if self.state is not GradState.PENDING:
             self._move(GradState.PENDING)
-        slot = self.flat.layout.slots[index]
-        target = self.local[slot.start : slot.start + slot.numel].view(slot.shape)
-        first = not self._round[index]
-        if self._mode.mute:
-            if first:
-                target.zero_()
-        elif first:
-            target.copy_(fresh)
-        else:
-            target.add_(fresh)
-        self._round[index] = True
+        due, unit = self._due, self.flat.layout.unit
+        begun = due.count(self.flat.layout.slots[index].numel)
+        due.early.append((index, fresh))
+        del fresh  # freed when it has been copied, before the next unit's weights take memory
+        if self.local is not None or due.missing <= 0 or due.parameters == 0:
+            if begun and self.flat.layout.param_sharded:
+                self._listener.room_wanted()
+            self._place()
+        if begun:
+            self._listener.flat_begun(unit)
         if not self.present[index]:
             self.present[index] = True
-        if self._due.count(slot.numel):
-            self._listener.flat_begun(self.flat.layout.unit)
-        if self._due.parameters == 0:
-            self._listener.flat_complete(self.flat.layout.unit)
+        if due.parameters == 0:
+            self._listener.flat_complete(unit)
+
+    def _place(self) -> None:
+        """Copy what has come to its place in the flat."""
+        if not self._due.early:
+            return
+        self._ensure_local()
+        assert self.local is not None
+        for index, fresh in self._due.early:
+            slot = self.flat.layout.slots[index]
+            target = self.local[slot.start : slot.start + slot.numel].view(slot.shape)
+            first = not self._round[index]
+            if self._mode.mute:
+                if first:
+                    target.zero_()
+            elif first:
+                target.copy_(fresh)
+            else:
+                target.add_(fresh)
+            self._round[index] = True
+        self._due.early.clear()
 
     def _ensure_local(self) -> None:
         if self.local is None:

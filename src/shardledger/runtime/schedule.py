@@ -7,9 +7,9 @@ Rules, for units whose parameters are sharded:
   one's gradients only one is alive at a time. Both still run beside compute, one after the other, as they share a wire;
 * a forward pass inside a backward pass is a recomputation: its unit stays full for the backward pass that follows.
 
-Rules for gradients: each trainable unit is reduced once per backward pass, when its gradients are complete and all units
-before it in ``reduce_order`` have been launched, the rest at the end; so every rank launches the same reductions in the
-same order whatever its own graph looked like.
+Rules for gradients: each trainable unit is reduced once per backward pass, when its gradients are complete, its weights
+have been released, and all units before it in ``reduce_order`` have been launched, the rest at the end; so every rank
+launches the same reductions in the same order whatever its own graph looked like.
 """
 
 from __future__ import annotations
@@ -70,8 +70,13 @@ class _Backward:
     """How many of ``reduce_order`` have been reduced."""
     reducing: int | None = None
     """The unit whose reduction was started last, until it is settled."""
+    unit: int = -1
+    """The unit whose outputs were reached last."""
     reached: set[int] = field(default_factory=set)
     """Units whose first input has its gradient."""
+    open: set[int] = field(default_factory=set)
+    """Units with all gradients whose inputs are still to come: weights are released before gradients are reduced, so that
+    what a reduction receives takes their place."""
 
 
 class Schedule:
@@ -153,18 +158,19 @@ class Schedule:
             self.in_backward = True
             self._back = _Backward(position=len(self._order))
             self.completed = []
+        self._back.unit = unit
         actions = self._gather(unit)
         self._wanted = self._next_backward(unit)
-        if self._back.reducing is not None and self.units[unit].trainable and unit not in self.completed:
-            return actions  # until its gradients come
         return actions + self._look_ahead()
 
     def post_backward(self, unit: int) -> list[Action]:
         """The backward pass has left one tracked call of a unit through its inputs."""
         self._calls[unit] = max(0, self._calls[unit] - 1)
+        if not self._calls[unit]:
+            self._back.open.discard(unit)
         if self._calls[unit] or not self.in_backward or not self._counted(unit):
             return []
-        return self._complete(unit) + self._release_if_gathered(unit) + self._look_ahead()
+        return self._complete(unit) + self._release_if_gathered(unit) + self._launch() + self._look_ahead()
 
     def input_reached(self, unit: int) -> list[Action]:
         """The first input of a tracked call has its gradient; others (shared with other units, say) may be open."""
@@ -178,7 +184,9 @@ class Schedule:
     def gradients_complete(self, unit: int) -> list[Action]:
         """Every trainable parameter of a unit has received a gradient."""
         actions = self._complete(unit)
-        return actions + self._release_if_spent(unit)
+        if self.units[unit].sharded and self._fresh and self._calls[unit] > 0 and unit not in self._untracked:
+            self._back.open.add(unit)
+        return actions + self._release_if_spent(unit) + self._launch()
 
     def end_backward(self, late: Sequence[int] = ()) -> list[Action]:
         """The backward pass is over. ``late``: units that received gradients after they were reduced."""
@@ -204,6 +212,7 @@ class Schedule:
 
     def _end(self) -> None:
         self.in_backward = False
+        self._back = _Backward()
         self._wanted = None
         self._fresh = False
         self._untracked = set()
@@ -212,21 +221,37 @@ class Schedule:
     def _complete(self, unit: int) -> list[Action]:
         if unit in self.completed or not self.units[unit].trainable:
             return []
-        actions = self._make_room()  # where no gradient has begun: all ranks gather before they reduce
         self.completed.append(unit)
-        while self._back.launched < len(self.reduce_order) and self.reduce_order[self._back.launched] in self.completed:
-            self._back.reducing = self.reduce_order[self._back.launched]
-            actions.append(Action(Act.REDUCE, self._back.reducing))
-            self._back.launched += 1
+        return self._make_room()  # where no gradient has begun: all ranks gather before they reduce
+
+    def _launch(self) -> list[Action]:
+        """Reduce what is complete and next in order, except units whose weights are about to be released."""
+        actions, back = [], self._back
+        while back.launched < len(self.reduce_order):
+            unit = self.reduce_order[back.launched]
+            if unit not in self.completed or unit in back.open:
+                break
+            back.launched += 1
+            back.reducing = unit
+            actions.append(Action(Act.REDUCE, unit))
         return actions
 
     def _make_room(self) -> list[Action]:
         """Gather the wanted unit, after the reduction that it waits for."""
-        reducing = self._back.reducing
-        if reducing is None or self._ahead() is None:
+        reducing, self._back.reducing = self._back.reducing, None
+        actions = self._look_ahead() if reducing is not None else []
+        if reducing is None or not actions:
+            self._back.reducing = reducing
             return []
-        self._back.reducing = None
-        return [Action(Act.SETTLE, reducing), *self._look_ahead()]
+        return [Action(Act.SETTLE, reducing), *actions]
+
+    @property
+    def _holds(self) -> bool:
+        """Whether the next gather waits for a reduction: until gradients of the unit at work come."""
+        back = self._back
+        if back.reducing is None or back.unit < 0:
+            return False
+        return self.units[back.unit].trainable and back.unit not in self.completed
 
     def _release_if_spent(self, unit: int) -> list[Action]:
         """Release a unit all of whose weights have been used: their gradients are complete and its backward has ended.
@@ -236,7 +261,8 @@ class Schedule:
         if unit == ROOT or unit not in self.completed or self.units[unit].frozen or not self._fresh:
             return []
         if self._calls[unit] == 0 or (self._calls[unit] == 1 and unit in self._back.reached):
-            return self._release_if_gathered(unit) + self._look_ahead()
+            self._back.open.discard(unit)
+            return self._release_if_gathered(unit) + self._launch() + self._look_ahead()
         return []
 
     def _counted(self, unit: int) -> bool:
@@ -259,23 +285,17 @@ class Schedule:
 
     def _look_ahead(self) -> list[Action]:
         """Gather the wanted unit if there is room for it."""
-        unit = self._ahead()
-        if unit is None:
+        unit = self._wanted
+        if unit is None or self._holds or not self.units[unit].sharded or unit in self._gathered:
+            return []
+        live = [u for u in self._gathered if u != ROOT]
+        if len(live) >= _LIVE_UNITS:
+            return []
+        if sum(self.units[u].numel for u in self._gathered) + self.units[unit].numel > self._max_live:
             return []
         self._wanted = None
         self._gathered.add(unit)
         return [Action(Act.GATHER, unit)]
-
-    def _ahead(self) -> int | None:
-        """The wanted unit, if it must be gathered and there is room for it."""
-        unit = self._wanted
-        if unit is None or not self.units[unit].sharded or unit in self._gathered:
-            return None
-        if len([u for u in self._gathered if u != ROOT]) >= _LIVE_UNITS:
-            return None
-        if sum(self.units[u].numel for u in self._gathered) + self.units[unit].numel > self._max_live:
-            return None
-        return unit
 
     def _next_forward(self) -> int | None:
         """The unit that ran after this point in the previous pass, when this pass has gone the same way so far."""
