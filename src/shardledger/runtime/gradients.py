@@ -3,7 +3,8 @@
 local     1-D [padded_numel]  gradients of this rank that no other rank has seen. Where GRAD is sharded it lives from
                               the first gradient of a backward pass to its reduction; elsewhere always.
 reduced   1-D                 sums over ranks and micro-batches, not yet divided: a shard, or all of it when OPTIM is
-                              not sharded. Part of the memory of ``local`` where dtype and sharding allow.
+                              not sharded. Part of the memory of ``local`` where dtype and sharding allow. Where GRAD is
+                              sharded it lives from the first reduction of a window to the step.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class GradientMode:
     """The way to host memory, for sums that rest there."""
     copies: list[Copy] = field(default_factory=list)
     """Sums on that way, in order."""
+    made: Callable[[torch.Tensor], None] | None = None
+    """Who is shown the buffer of each sum when it is made: a counter of live bytes."""
 
     def settle(self) -> None:
         """Wait until every sum has come to its home."""
@@ -69,6 +72,26 @@ class GradientRule:
     local_accumulate: torch.dtype
     tree: bool
     """Add micro-batches as a tree (reproducible mode)."""
+
+
+@dataclass
+class _Sum:
+    """Where sums over ranks are kept: 1-D."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    drops: bool
+    """Whether it is let go of after a step: activations can have its memory until the next reduction."""
+    held: torch.Tensor | None = None
+
+    def tensor(self, made: Callable[[torch.Tensor], None] | None) -> torch.Tensor:
+        """The buffer, made when it is not there; undefined values then."""
+        if self.held is None:
+            self.held = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            if made is not None:
+                made(self.held)
+        return self.held
 
 
 _BEGUN = 5
@@ -127,7 +150,7 @@ class FlatGradients:
         self._mode = mode
         self._kept = self._empty(local_dtype) if self.keeps_local else None
         self.local: torch.Tensor | None = self._kept
-        self.reduced = self._make_reduced(rule.accumulate if narrow else flat.master_dtype, local_dtype)
+        self._sum = self._make_sum(rule.accumulate if narrow else flat.master_dtype, local_dtype)
         self.present = [False] * len(flat.parameters)
         """Which parameters have had a gradient on this rank since the last step."""
         self._round = [False] * len(flat.parameters)
@@ -144,7 +167,22 @@ class FlatGradients:
     @property
     def accumulate(self) -> torch.dtype:
         """Dtype of ``reduced``."""
-        return self.reduced.dtype
+        return self._sum.dtype
+
+    @property
+    def reduced(self) -> torch.Tensor:
+        """The sum over ranks; means something while ``has_sum``."""
+        return self._sum.tensor(self._mode.made)
+
+    @property
+    def held_sum(self) -> torch.Tensor | None:
+        """``reduced``, where it is in memory now."""
+        return self._sum.held
+
+    @property
+    def dropped_bytes(self) -> int:
+        """What ``reduced`` will take again from the next reduction to the step; 0 where it is in memory."""
+        return 0 if self._sum.held is not None else self._sum.numel * self._sum.dtype.itemsize
 
     @property
     def keeps_local(self) -> bool:
@@ -294,6 +332,8 @@ class FlatGradients:
         self._mode.settle()
         self._move(GradState.EMPTY)
         self.has_sum = False
+        if self._sum.drops:
+            self._sum.held = None
         if self.partial is not None:
             self.partial = TreeSum()
         self.probe = None
@@ -316,7 +356,7 @@ class FlatGradients:
         self._due.early.clear()
         self._stand_ins.hide()
         self._kept = self.local = self.probe = self.partial = None
-        self.reduced = self.reduced.new_empty(0)
+        self._sum = _Sum(0, self._sum.dtype, self._sum.device, drops=True)
         self._stand_ins.forget()
 
     def _hook(self, index: int) -> Callable[[nn.Parameter], None]:
@@ -377,13 +417,18 @@ class FlatGradients:
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(self.flat.layout.padded_numel, dtype=dtype, device=self.flat.device)
 
-    def _make_reduced(self, accumulate: torch.dtype, local_dtype: torch.dtype) -> torch.Tensor:
-        layout = self.flat.layout
-        if self._kept is not None and accumulate == local_dtype:
-            return self.flat.interval_of(self._kept) if layout.optim_sharded else self._kept
+    def _make_sum(self, accumulate: torch.dtype, local_dtype: torch.dtype) -> _Sum:
+        layout, device = self.flat.layout, self.flat.device
         numel = layout.shard_numel if layout.optim_sharded else layout.padded_numel
-        away = self.flat.homes.moved and self._mode.link is not None and layout.optim_sharded and self.partial is None
-        return torch.empty(numel, dtype=accumulate, device="cpu" if away else self.flat.device)
+        if self._kept is not None and accumulate == local_dtype:
+            part = self.flat.interval_of(self._kept) if layout.optim_sharded else self._kept
+            return _Sum(numel, accumulate, device, drops=False, held=part)
+        moved = self.flat.homes.moved
+        away = moved and self._mode.link is not None and layout.optim_sharded and self.partial is None
+        kept = _Sum(numel, accumulate, torch.device("cpu") if away else device, layout.grad_sharded and not moved)
+        if not kept.drops:
+            kept.tensor(None)
+        return kept
 
     def _move(self, to: GradState) -> None:
         move(self.state, to, self.flat.layout.slots[0].name, self.flat.rank)
