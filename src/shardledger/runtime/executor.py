@@ -196,7 +196,7 @@ class Executor:
                 flat.interval_of(flat.full).copy_(flat.shard)
             works.append(self._transport.all_gather(flat.full, unit.label))
         self._gathers[unit.index] = works
-        self._measure()
+        self.measure()
 
     def _wait(self, unit: Unit) -> None:
         if unit.state is ParamState.FULL:
@@ -239,7 +239,7 @@ class Executor:
         if any(r.gradients is gradients for r in self._reductions):
             self.settle_reductions()
         local = gradients.ready_to_reduce()
-        self._measure()
+        self.measure()
         target, accumulate = gradients.target()
         wide = local.dtype not in (torch.float32, torch.bfloat16, torch.float16)
         how = ReduceHow(
@@ -267,6 +267,7 @@ class Executor:
         if not gradients.flat.layout.optim_sharded and gradients.partial is None:
             self._replications.append(self._transport.all_gather(gradients.reduced, reduction.label))
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
+        """Note what is gathered and unreduced now."""
         if self.measuring:
             self.peak_transient_bytes = max(self.peak_transient_bytes, transient_bytes(self.units))

@@ -94,6 +94,16 @@ class _Sum:
         return self.held
 
 
+_TWO = 2
+"""Who refers to the storage of a gradient that nothing else shares: the gradient, and whoever asks."""
+
+
+def _users(storage: torch.UntypedStorage) -> int:
+    """How many refer to a storage; 0 where PyTorch does not say. Views in a graph may share a gradient's memory."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if count is None else int(count(storage._cdata))
+
+
 _BEGUN = 5
 """One part in so many of a flat's elements: the first large matrix of a block's backward is above it, biases are not."""
 
@@ -394,6 +404,10 @@ class FlatGradients:
         """Copy what has come to its place in the flat."""
         if not self._due.early:
             return
+        if self.local is None and self._is_whole(self._due.early[0][1]):
+            index, fresh = self._due.early.pop()
+            self.local, self._round[index] = fresh.view(-1), True
+            return
         self._ensure_local()
         assert self.local is not None
         for index, fresh in self._due.early:
@@ -409,6 +423,14 @@ class FlatGradients:
                 target.add_(fresh)
             self._round[index] = True
         self._due.early.clear()
+
+    def _is_whole(self, fresh: torch.Tensor) -> bool:
+        """Whether a gradient is all of its flat, and nobody else's: it becomes the buffer (a table's would be there twice)."""
+        if len(self.flat.layout.slots) > 1 or fresh.numel() != self.flat.layout.padded_numel or self._mode.mute:
+            return False
+        storage = fresh.untyped_storage()
+        alone = fresh.is_contiguous() and storage.nbytes() == fresh.nbytes and _users(storage) == _TWO
+        return alone and fresh.dtype == (self.accumulate if self._mode.widen else self.flat.dtype)
 
     def _ensure_local(self) -> None:
         if self.local is None:

@@ -79,6 +79,7 @@ class Hooks:
 
     def flat_begun(self, unit: int) -> None:
         """A good part of the gradients of a unit has come."""
+        self._executor.measure()
         self._perform(self._schedule.gradients_begun(unit))
 
     def flat_complete(self, unit: int) -> None:
