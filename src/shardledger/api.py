@@ -53,6 +53,7 @@ from shardledger.runtime.step import Stepper
 from shardledger.runtime.training_state import TrainingState
 from shardledger.telemetry.memory import MemoryMeter
 from shardledger.transport import Place, Transport, find_place, join, leave
+from shardledger.transport.heap import keep_freed_memory
 from shardledger.workload.training_loader import PositionedSampler, TrainingLoader
 
 if TYPE_CHECKING:
@@ -154,6 +155,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         _end_badly(error, transport, parts, created)
         raise
     parts.advise, parts.on_destroy = bounds.advise, leave if created else None
+    if target.type == "cpu" and Home.DISK not in (plan.offload.optimizer, plan.offload.params):
+        keep_freed_memory()
     engine.config = settings
     engine.training_dataloader = _loader(wanted, settings, plan, transport)
     return engine, made, engine.training_dataloader, engine.lr_scheduler

@@ -29,6 +29,7 @@ from shardledger.runtime.step import Stepper
 from shardledger.runtime.unit import Unit
 from shardledger.runtime.watch import Watch
 from shardledger.transport import Transport
+from shardledger.transport.heap import give_memory_back
 
 
 @dataclass(eq=False)
@@ -243,6 +244,7 @@ def _let_go(parts: Parts) -> None:
         unit.flats.clear()
     if parts.offload is not None:
         parts.offload.close()
+    give_memory_back()
 
 
 def weights_of(units: Sequence[Unit]) -> list[torch.Tensor]:
