@@ -154,8 +154,6 @@ def _initialize(
         trained = [p.name for p in spec.parameters if p.trainable]
         groups = groups_of(_group_source(wanted), parameter_names(model), trained)
         site = Site(model, plan, layout, transport, target, _offload(plan, layout, (recipe, groups), transport, target))
-        if site.offload is None and target.type == "cpu":
-            keep_freed_memory(4 * max((flat.padded_numel for flat in layout.flats), default=0))
         parts = assemble(site)
         parts.forwards.adopt(aside, [unit.module for unit in parts.units[1:]], released=parts.released)
         made, pieces = _build_optimizer(parts, recipe, groups)
@@ -171,6 +169,8 @@ def _initialize(
         _end_badly(error, transport, parts, created)
         raise
     parts.advise, parts.on_destroy = bounds.advise, leave if created else None
+    if target.type == "cpu" and Home.DISK not in (plan.offload.optimizer, plan.offload.params):
+        keep_freed_memory()
     engine.config = settings
     engine.training_dataloader = _loader(wanted, settings, plan, transport)
     return engine, made, engine.training_dataloader, engine.lr_scheduler

@@ -23,6 +23,7 @@ from shardledger.ledger import STATE_CATEGORIES, OptimizerBytes
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Role
 from shardledger.runtime.assemble import Parts, assemble
+from shardledger.runtime.census import dropped_bytes
 from shardledger.runtime.engine import Engine
 from shardledger.runtime.observe import Observer
 from shardledger.runtime.optimizer import (
@@ -155,6 +156,7 @@ def _rehearse(rehearsal: Rehearsal, model: nn.Module, meter: LiveBytes) -> DryRu
     extra = _step_counters(engine)
     rest["optimizer"] += extra
     account = {category: rest[category] for category in STATE_CATEGORIES}
+    account["grads"] += dropped_bytes(engine._live().units)
     account["activations"] = engine._account.activations.peak_bytes
     account["communication"] = engine._live().executor.peak_transient_bytes
     return DryRun(
