@@ -46,6 +46,8 @@ PEERS = (
 )
 ALL = (*OURS, *PEERS)
 """In the order in which they take turns."""
+COMPILED = "compiled"
+"""Variant of DDP and of ours: torch.compile with inductor, of the whole DDP module or of every unit."""
 
 
 @dataclass(frozen=True, kw_only=True)

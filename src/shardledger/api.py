@@ -144,12 +144,14 @@ def _initialize(
     layout = build_layout(plan, spec)
     bounds = _bounds(settings, spec, place, recipe, target)
     os.environ.setdefault("MASTER_PORT", str(wanted.port))
-    transport, created = join(place, target, settings.shardledger.timeout_s, may_create=may_create)
+    how = plan.communication
+    transport, created = join(place, target, how.timeout_s, may_create=may_create, wire=how.wire)
     _pin(plan, target)
     meter = MemoryMeter(target, model_bytes=_bytes_on(target, model))
     parts: Parts | None = None
     try:
         _compare(plan, transport)
+        settings, plan = settings.agreed(transport.wire), plan.agreed(transport.wire)
         _refuse_what_cannot_fit(bounds, settings, target, (model, wanted), transport)
         trained = [p.name for p in spec.parameters if p.trainable]
         groups = groups_of(_group_source(wanted), parameter_names(model), trained)

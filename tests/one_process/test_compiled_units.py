@@ -140,6 +140,10 @@ def test_what_cannot_be_compiled_is_refused_with_the_way_that_can():
         with pytest.raises(sl.ConfigError, match=says):
             engine.compile(**arguments)
     assert not engine.is_compiled
+    block, engine.module.blocks[0] = engine.module.blocks[0], torch.compile(engine.module.blocks[0])
+    with pytest.raises(sl.EngineStateError, match=r"'blocks\.0\._orig_mod\.norm\.weight'.*engine\.compile\(\)"):
+        engine(*numbers(3, 8, 8))
+    engine.module.blocks[0] = block
     with pytest.raises(sl.EngineStateError, match=r"call engine\.compile\(\)"):
         torch.compile(engine)
     engine.destroy()

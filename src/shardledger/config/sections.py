@@ -255,6 +255,23 @@ class CheckpointSection(Section):
     keep_every: Positive | None = Field(None, description="those of steps that this divides stay beside the last ones")
 
 
+class RanksSection(Section):
+    """Those keys of ``shardledger`` that say how the ranks work together."""
+
+    timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
+    transport: Literal["auto", "shared_memory", "gloo"] = Field(
+        "auto",
+        description="how CPU ranks exchange payloads; auto: out of each other's memory where all are on one machine and "
+        "may read it, else gloo",
+    )
+    reproducible: Flag = Field(
+        False, description="results that depend on the global batch alone, not on the stage or the number of ranks"
+    )
+    checks: Literal["default", "full"] = Field(
+        "default", description="full: compare parameters and batches across ranks at every step"
+    )
+
+
 class CompileSection(Section):
     """torch.compile of the units; the section being there turns it on."""
 
@@ -292,7 +309,7 @@ class StepSection(Section):
     )
 
 
-class ShardledgerSection(StepSection):
+class ShardledgerSection(RanksSection, StepSection):
     """The keys that DeepSpeed does not have."""
 
     units: tuple[str, ...] | None = Field(
@@ -316,13 +333,6 @@ class ShardledgerSection(StepSection):
     )
     cast_inputs: Flag = Field(
         True, description="cast fp32 tensors given to the model to the dtype of bf16 or fp16 training"
-    )
-    timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
-    reproducible: Flag = Field(
-        False, description="results that depend on the global batch alone, not on the stage or the number of ranks"
-    )
-    checks: Literal["default", "full"] = Field(
-        "default", description="full: compare parameters and batches across ranks at every step"
     )
     checkpoint: CheckpointSection = Field(
         default_factory=CheckpointSection, description="when checkpoints are written, and which stay"

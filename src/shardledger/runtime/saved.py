@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 
@@ -62,14 +63,12 @@ class SavedWeights:
         """Times the weights have been updated: a view saved before an update belongs to other weights."""
         self._units = units
         self._gather = gather
-        self._untraced = torch.compiler.disable(self._pack)
-        """A compiled module that is not one unit's forward has parts that run as they are, with the compiler listening."""
         self._flats = {flat.full.untyped_storage()._cdata: flat for unit in units for flat in unit.sharded_flats}
 
     def watch(self, note: Callable[[torch.Tensor], None] | None = None) -> AbstractContextManager[None]:
         """A context for a forward pass; ``note`` is shown every saved tensor."""
         if note is None:
-            return torch.autograd.graph.saved_tensors_hooks(self._untraced, self._unpack)
+            return torch.autograd.graph.saved_tensors_hooks(partial(_untraced_pack(), self), self._unpack)
 
         def pack(tensor: torch.Tensor) -> Kept | _SavedWeight:
             note(tensor)
@@ -100,3 +99,13 @@ class SavedWeights:
         if self._units[unit].state is not ParamState.FULL:  # also while it is on its way: the bytes are not there yet
             self._gather(unit)
         return packed.view
+
+
+@cache
+def _untraced_pack() -> Callable[[SavedWeights, torch.Tensor], Kept | _SavedWeight]:
+    """What runs between two compiled parts of a module saves tensors with the compiler listening: it is to skip this.
+
+    One function for all engines: a wrapper of a bound method, kept by its object, would be a cycle.
+    """
+    pack: Callable[[SavedWeights, torch.Tensor], Kept | _SavedWeight] = torch.compiler.disable(SavedWeights._pack)
+    return pack

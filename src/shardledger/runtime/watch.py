@@ -72,6 +72,12 @@ class Watch:
         for name, parameter in self._model.named_parameters():
             if id(parameter) not in self._known:
                 raise _changed(name, "was added")
+            if "_orig_mod." in name:
+                raise EngineStateError(
+                    f"parameter {name!r} was put behind a wrapper of torch.compile's after shardledger.initialize, so it would "
+                    f"be saved under another name. Wrap modules before initialize, or call engine.compile() or "
+                    f"module.compile(), which compile in place."
+                )
         self._remember()
 
     def _is_as_it_was(self) -> bool:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from shardledger.errors import ConfigError, PeerLostError
-from shardledger.transport.gloo import GlooMailbox, forget_messages
+from shardledger.transport.gloo import forget_messages
 from shardledger.transport.interface import choose_interface
 from shardledger.transport.local import SoloMailbox
+from shardledger.transport.meeting import meet
 from shardledger.transport.native import NativeTransport
 from shardledger.transport.peers import PeerTransport
 from shardledger.transport.port import Transport
@@ -69,8 +70,12 @@ def find_place() -> Place:
     return Place(0, 1, 0, "alone")
 
 
-def join(place: Place, device: torch.device, timeout_s: float, *, may_create: bool = True) -> tuple[Transport, bool]:
+def join(
+    place: Place, device: torch.device, timeout_s: float, *, may_create: bool = True, wire: str = "gloo"
+) -> tuple[Transport, bool]:
     """Connect to the other ranks. Returns the transport and whether this call made the process group.
+
+    ``wire`` says how ranks on CPUs exchange payloads: ``"auto"``, ``"shared_memory"`` or ``"gloo"``.
 
     Raises:
         PeerLostError: the other ranks did not come in time.
@@ -108,7 +113,12 @@ def join(place: Place, device: torch.device, timeout_s: float, *, may_create: bo
     if place.world == 1:
         return PeerTransport(SoloMailbox()), created
     if dist.get_backend() == "gloo" or device.type == "cpu" and "gloo" in str(dist.get_backend()):
-        return PeerTransport(GlooMailbox(), _number_of_engine()), created
+        try:
+            return meet(_number_of_engine(), wire, timeout_s), created
+        except BaseException:
+            if created:
+                leave()
+            raise
     return NativeTransport(None, device), created
 
 
