@@ -142,7 +142,8 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         _refuse_what_cannot_fit(bounds, settings, target, (model, wanted), transport)
         trained = [p.name for p in spec.parameters if p.trainable]
         groups = groups_of(_group_source(wanted), parameter_names(model), trained)
-        site = Site(model, plan, layout, transport, target, _offload(plan, layout, (recipe, groups), transport, target))
+        offload = _offload(plan, layout, (recipe, groups), transport, target)
+        site = Site(model, plan, layout, transport, target, offload, one_memory=target.type == "cpu")
         parts = assemble(site)
         made, pieces = _build_optimizer(parts, recipe, groups)
         stepper = Stepper(parts.units, pieces, made, transport, plan, site.offload)
