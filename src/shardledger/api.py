@@ -155,7 +155,8 @@ def _initialize(
         _refuse_what_cannot_fit(bounds, settings, target, (model, wanted), transport)
         trained = [p.name for p in spec.parameters if p.trainable]
         groups = groups_of(_group_source(wanted), parameter_names(model), trained)
-        site = Site(model, plan, layout, transport, target, _offload(plan, layout, (recipe, groups), transport, target))
+        offload = _offload(plan, layout, (recipe, groups), transport, target)
+        site = Site(model, plan, layout, transport, target, offload, one_memory=target.type == "cpu")
         parts = assemble(site)
         parts.forwards.adopt(aside, [unit.module for unit in parts.units[1:]], released=parts.released)
         made, pieces = _build_optimizer(parts, recipe, groups)

@@ -47,8 +47,8 @@ def test_states_are_those_of_the_layout_on_every_rank(precision, accumulation, d
         for found in forecast(asked).runs.values():
             expected = state_bytes(found.plan, found.layout, ADAM, rank)
             assert {c: found.run.account[c] for c in STATE_CATEGORIES} == expected, (found.plan.stage, world, rank)
-            # Sums of sharded gradients are let go of after a step.
-            kept = expected if found.plan.stage < 2 else {**expected, "grads": 0}
+            # Sums of sharded gradients are let go of after a step, where the device has memory of its own.
+            kept = expected if found.plan.stage < 2 or device == "cpu" else {**expected, "grads": 0}
             assert {c: found.run.rest[c] for c in STATE_CATEGORIES} == kept, (found.plan.stage, world, rank)
             highest = found.run.highest
             assert highest.total == sum(highest.by_category.values())

@@ -35,7 +35,8 @@ def at_least(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int, *
             largest, label = transient, plan.units[unit].label
     dropped = 0
     if plan.step.accumulation == 1:
-        dropped = sum(gradient_bytes(plan, flat).reduced for flat in layout.flats if drops_sum(plan, flat))
+        sums = (flat for flat in layout.flats if drops_sum(plan, flat, one_memory=one_memory))
+        dropped = sum(gradient_bytes(plan, flat).reduced for flat in sums)
     largest = max(0, largest - dropped)
     return Row(
         stage=plan.stage,

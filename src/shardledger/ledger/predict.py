@@ -132,9 +132,9 @@ def gradient_bytes(plan: Plan, flat: FlatLayout) -> GradientBytes:
     return GradientBytes(flat.padded_numel * local, reduced, shared=same)
 
 
-def drops_sum(plan: Plan, flat: FlatLayout) -> bool:
+def drops_sum(plan: Plan, flat: FlatLayout, *, one_memory: bool) -> bool:
     """Whether a flat's sum is in memory only from the first reduction of a window to the step."""
-    return flat.trainable and flat.grad_sharded and plan.offload.optimizer is Home.DEVICE
+    return not one_memory and flat.trainable and flat.grad_sharded and plan.offload.optimizer is Home.DEVICE
 
 
 def master_bytes(flat: FlatLayout) -> int:

@@ -205,7 +205,10 @@ def assemble(site: Site) -> Parts:
         )
     )
     rule = GradientRule(
-        dtype_of(plan.precision.accumulate), dtype_of(plan.precision.local_accumulate), plan.reproducible
+        dtype_of(plan.precision.accumulate),
+        dtype_of(plan.precision.local_accumulate),
+        plan.reproducible,
+        drops_sums=not site.one_memory,
     )
     for unit in units:
         trainable = [flat for flat in unit.flats if flat.layout.trainable]

@@ -4,7 +4,8 @@ local     1-D [padded_numel]  gradients of this rank that no other rank has seen
                               the first gradient of a backward pass to its reduction; elsewhere always.
 reduced   1-D                 sums over ranks and micro-batches, not yet divided: a shard, or all of it when OPTIM is
                               not sharded. Part of the memory of ``local`` where dtype and sharding allow. Where GRAD is
-                              sharded it lives from the first reduction of a window to the step.
+                              sharded and the device has memory of its own, it lives from the first reduction of a window
+                              to the step.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class GradientRule:
     local_accumulate: torch.dtype
     tree: bool
     """Add micro-batches as a tree (reproducible mode)."""
+    drops_sums: bool = False
+    """Whether sums of sharded gradients are let go of after a step."""
 
 
 @dataclass
@@ -161,7 +164,7 @@ class FlatGradients:
         self._mode = mode
         self._kept = self._empty(local_dtype) if self.keeps_local else None
         self.local: torch.Tensor | None = self._kept
-        self._sum = self._make_sum(rule.accumulate if narrow else flat.master_dtype, local_dtype)
+        self._sum = self._make_sum(rule.accumulate if narrow else flat.master_dtype, local_dtype, rule.drops_sums)
         self.present = [False] * len(flat.parameters)
         """Which parameters have had a gradient on this rank since the last step."""
         self._round = [False] * len(flat.parameters)
@@ -447,7 +450,7 @@ class FlatGradients:
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(self.flat.layout.padded_numel, dtype=dtype, device=self.flat.device)
 
-    def _make_sum(self, accumulate: torch.dtype, local_dtype: torch.dtype) -> _Sum:
+    def _make_sum(self, accumulate: torch.dtype, local_dtype: torch.dtype, drops: bool) -> _Sum:
         layout, device = self.flat.layout, self.flat.device
         numel = layout.shard_numel if layout.optim_sharded else layout.padded_numel
         if self._kept is not None and accumulate == local_dtype:
@@ -455,7 +458,8 @@ class FlatGradients:
             return _Sum(numel, accumulate, device, drops=False, held=part)
         moved = self.flat.homes.moved
         away = moved and self._mode.link is not None and layout.optim_sharded and self.partial is None
-        kept = _Sum(numel, accumulate, torch.device("cpu") if away else device, layout.grad_sharded and not moved)
+        drops = drops and layout.grad_sharded and not moved
+        kept = _Sum(numel, accumulate, torch.device("cpu") if away else device, drops)
         if not kept.drops:
             kept.tensor(None)
         return kept
