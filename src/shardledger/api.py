@@ -156,11 +156,10 @@ def _initialize(
         trained = [p.name for p in spec.parameters if p.trainable]
         groups = groups_of(_group_source(wanted), parameter_names(model), trained)
         offload = _offload(plan, layout, (recipe, groups), transport, target)
-        site = Site(model, plan, layout, transport, target, offload, one_memory=target.type == "cpu")
-        parts = assemble(site)
+        parts = assemble(Site(model, plan, layout, transport, target, offload, one_memory=target.type == "cpu"))
         parts.forwards.adopt(aside, [unit.module for unit in parts.units[1:]], released=parts.released)
         made, pieces = _build_optimizer(parts, recipe, groups)
-        stepper = Stepper(parts.units, pieces, made, transport, plan, site.offload)
+        stepper = Stepper(parts.units, pieces, made, transport, plan, offload)
         engine = Engine(model, plan, layout, parts, made, stepper, meter)
         engine.lr_scheduler = _scheduler(settings, wanted.lr_scheduler, made)
         if settings.shardledger.compile is not None:
