@@ -36,6 +36,8 @@ class Site:
     device: torch.device
     offload: Offload | None = None
     """Where what does not rest on the device goes."""
+    one_memory: bool = True
+    """Whether the device's memory is the host's."""
 
 
 @torch.no_grad()
