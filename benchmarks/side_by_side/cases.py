@@ -46,6 +46,8 @@ PEERS = (
 )
 ALL = (*OURS, *PEERS)
 """In the order in which they take turns."""
+COMPILED = "compiled"
+"""Variant of DDP and of ours: torch.compile with inductor, of the whole DDP module or of every unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,13 @@ def parameters(model: str) -> int:
     width = shape["width"]
     block = 12 * width * width + 13 * width
     return shape["layers"] * block + (256 + shape["context"] + 2) * width
+
+
+def largest_unit(model: str) -> int:
+    """Parameters of the largest unit: a block, or tables and norm together."""
+    width = SHAPES[model]["width"]
+    block = 12 * width * width + 13 * width
+    return max(block, parameters(model) - SHAPES[model]["layers"] * block)
 
 
 def _both(model: str, world: int, steps: int, alive: bool = True) -> list[Case]:

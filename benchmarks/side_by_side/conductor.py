@@ -52,6 +52,8 @@ class Protocol:
     starts: int = 3
     """Starts per engine that are timed; the last one stays."""
     saves: int = 3
+    memory: bool = True
+    """Whether a step of a few tokens is measured: another shape, which a compiled model compiles anew."""
 
 
 def conduct(case: Case, contenders: Sequence[Contender], protocol: Protocol, say: Say) -> list[Measured]:
@@ -86,7 +88,7 @@ def _all_alive(case: Case, found: list[Measured], protocol: Protocol, folder: Pa
             for one in _running(found):
                 _guarded(one, lambda: turn(one, 1 if number else protocol.warm_steps))  # noqa: B023
         say("memory, saves and loads")
-        for one in _running(found):
+        for one in _running(found) if protocol.memory else ():
             _guarded(one, lambda: _memory(crews[one.contender], one))  # noqa: B023
         for _ in range(protocol.saves):
             for one in _running(found):

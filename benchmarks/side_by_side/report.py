@@ -11,7 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from side_by_side.cases import DDP, Case, parameters
+from side_by_side import targets
+from side_by_side.cases import DDP, Case, largest_unit
 from side_by_side.conductor import Measured, Protocol
 from side_by_side.numbers import Spread, losses_agree, ratio, spread
 from side_by_side.picture import draw
@@ -91,6 +92,8 @@ def markdown(found: Found, protocol: Protocol, absent: Sequence[str]) -> str:
     lines += [f"Left out: {why}." for why in absent]
     for case, rows in found:
         lines += ["", f"## {case.title}", "", *table(case, rows)]
+    judged = targets.table([(case, rows) for case, rows in found if not disagreements(case, rows)])
+    lines += ["", *judged] if judged else []
     return "\n".join(lines) + "\n"
 
 
@@ -131,15 +134,6 @@ def table(case: Case, rows: Sequence[Measured]) -> list[str]:
         lines.append("| " + " | ".join(cells) + " |")
     fp32 = [f"Losses of all engines agree within {LOSS_TOLERANCE:g} at every step."] if case.precision == "fp32" else []
     return lines + [""] + (notes or fp32)
-
-
-def largest_unit(model: str) -> int:
-    """Parameters of the largest unit: a block, or tables and norm together."""
-    from side_by_side.cases import SHAPES
-
-    width = SHAPES[model]["width"]
-    block = 12 * width * width + 13 * width
-    return max(block, parameters(model) - SHAPES[model]["layers"] * block)
 
 
 def write(folder: Path, found: Found, protocol: Protocol, absent: Sequence[str]) -> list[Path]:

@@ -28,6 +28,7 @@ from shardledger.plan.spec import ModelSpec
 from shardledger.plan.stages import at_every_stage
 from shardledger.runtime.assemble import Parts, assemble, take_apart
 from shardledger.runtime.census import probe_recipe, probe_states
+from shardledger.runtime.compiled import Aside
 from shardledger.runtime.describe import describe
 from shardledger.runtime.engine import Engine
 from shardledger.runtime.gathered import refuse_owned
@@ -71,6 +72,8 @@ class _Wanted:
     lr_scheduler: Any
     training_data: Dataset[Any] | None
     collate_fn: Callable[..., Any] | None
+    device: str | torch.device | None
+    port: int
 
 
 def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts written for it run
@@ -121,34 +124,48 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         raise ConfigError("mpu: model parallelism is not supported; leave it out.")
     place = find_place()
     settings = _settings(args, config, config_params, place)
-    recipe = _recipe(settings, optimizer, trains=any(p.requires_grad for p in model.parameters()))
-    target = _device(device, place)
+    wanted = _Wanted(optimizer, model_parameters, lr_scheduler, training_data, collate_fn, device, distributed_port)
+    with Aside(model) as aside:
+        return _initialize(aside, settings, place, wanted, may_create=dist_init_required is not False)
+
+
+def _initialize(
+    aside: Aside, settings: Config, place: Place, wanted: _Wanted, *, may_create: bool
+) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
+    model = aside.model
+    recipe = _recipe(settings, wanted.optimizer, trains=any(p.requires_grad for p in model.parameters()))
+    target = _device(wanted.device, place)
     if settings.stage_is_open:
-        settings = _decide(settings, model, place, target, _Wanted(None, None, None, training_data, collate_fn))
+        settings = _decide(settings, model, place, target, wanted)
     refuse_owned(model)
     spec = describe(model)
     plan = build_plan(settings, spec, world=place.world)
     check_recipe(recipe, sharded=plan.is_sharded(Role.OPTIM), offloaded=plan.offload.optimizer is not Home.DEVICE)
     layout = build_layout(plan, spec)
     bounds = _bounds(settings, spec, place, recipe, target)
-    os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    transport, created = join(place, target, settings.shardledger.timeout_s, may_create=dist_init_required is not False)
+    os.environ.setdefault("MASTER_PORT", str(wanted.port))
+    how = plan.communication
+    transport, created = join(place, target, how.timeout_s, may_create=may_create, wire=how.wire)
     _pin(plan, target)
     meter = MemoryMeter(target, model_bytes=_bytes_on(target, model))
     parts: Parts | None = None
     try:
         _compare(plan, transport)
-        wanted = _Wanted(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
+        settings, plan = settings.agreed(transport.wire), plan.agreed(transport.wire)
         _refuse_what_cannot_fit(bounds, settings, target, (model, wanted), transport)
         trained = [p.name for p in spec.parameters if p.trainable]
         groups = groups_of(_group_source(wanted), parameter_names(model), trained)
-        offload = _offload(plan, layout, (recipe, groups), transport, target)
-        site = Site(model, plan, layout, transport, target, offload, one_memory=target.type == "cpu")
+        site = Site(model, plan, layout, transport, target, _offload(plan, layout, (recipe, groups), transport, target))
+        if site.offload is None and target.type == "cpu":
+            keep_freed_memory(4 * max((flat.padded_numel for flat in layout.flats), default=0))
         parts = assemble(site)
+        parts.forwards.adopt(aside, [unit.module for unit in parts.units[1:]], released=parts.released)
         made, pieces = _build_optimizer(parts, recipe, groups)
         stepper = Stepper(parts.units, pieces, made, transport, plan, site.offload)
         engine = Engine(model, plan, layout, parts, made, stepper, meter)
-        engine.lr_scheduler = _scheduler(settings, lr_scheduler, made)
+        engine.lr_scheduler = _scheduler(settings, wanted.lr_scheduler, made)
+        if settings.shardledger.compile is not None:
+            engine.compile(**settings.shardledger.compile.arguments)
         state = TrainingState(engine, parts, [names for _, names in groups])
         parts.saver = Checkpoints(state, transport, _checkpoint_settings(settings))
     except BaseException as error:
@@ -156,8 +173,6 @@ def initialize(  # noqa: PLR0913  # DeepSpeed's signature, so that scripts writt
         _end_badly(error, transport, parts, created)
         raise
     parts.advise, parts.on_destroy = bounds.advise, leave if created else None
-    if target.type == "cpu" and Home.DISK not in (plan.offload.optimizer, plan.offload.params):
-        keep_freed_memory()
     engine.config = settings
     engine.training_dataloader = _loader(wanted, settings, plan, transport)
     return engine, made, engine.training_dataloader, engine.lr_scheduler

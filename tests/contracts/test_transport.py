@@ -1,4 +1,4 @@
-"""The contract of ``Transport``, held by every implementation: threads with a fake wire, one rank alone, gloo.
+"""The contract of ``Transport``, held by every implementation: threads with a fake wire, one rank alone, gloo, shared memory.
 
 All cases of ``transport_cases`` run once per implementation and world size; each test judges one of them.
 """
@@ -24,6 +24,7 @@ IMPLEMENTATIONS = [
     ("solo", 1),
     *(("threads", world) for world in (1, 2, 3, 4, 5)),
     *(("gloo", world) for world in (2, 3, 4)),
+    *(("shared memory", world) for world in (2, 3, 4)),
 ]
 TREES: dict[int, Callable[[list[Tensor]], Tensor]] = {
     1: lambda p: p[0],
@@ -56,6 +57,16 @@ def on_gloo() -> dict[str, Any]:
         return run_cases(PeerTransport(GlooMailbox()))
 
 
+def on_shared_memory() -> dict[str, Any]:
+    from shardledger.transport.meeting import meet
+    from shardledger.transport.neighbours import NeighboursMailbox
+
+    with group(20):
+        transport = meet(1, "auto", 20.0)
+        assert isinstance(transport._mailbox, NeighboursMailbox)
+        return run_cases(transport)
+
+
 @functools.cache
 def results(kind: str, world: int) -> list[dict[str, Any]]:
     if kind == "solo":
@@ -63,7 +74,7 @@ def results(kind: str, world: int) -> list[dict[str, Any]]:
     if kind == "threads":
         return on_threads(world)
     try:
-        return run_ranks(on_gloo, world)
+        return run_ranks(on_gloo if kind == "gloo" else on_shared_memory, world)
     except RankError as error:  # a result like any other, so that it is found once and not by every test anew
         return [dict.fromkeys(CASES, error)] * world
 

@@ -62,8 +62,10 @@ def on_threads(
     """What ``body`` returned or raised on each rank, seconds to it included: (result, seconds)."""
     office = ThreadOffice(world, timeout_s=silence_s)
     found: list[Any] = [None] * world
+    together = threading.Barrier(world)
 
     def one(rank: int) -> None:
+        together.wait()
         start = time.monotonic()
         try:
             result = body(PeerTransport(wrap(office.mailbox(rank))))

@@ -20,6 +20,7 @@ from support.training import config, place
 rank, world = place()
 part = micro_batches(data("transformer", 12), rank, world, 1)[0]
 settings = {{**config({stage}), "train_micro_batch_size_per_gpu": len(part[0])}}
+settings["shardledger"] = {{"transport": "{wire}"}}
 engine = sl.initialize(model=build("transformer"), config=settings)[0]
 for step in range(50):
     if step == 2 and rank == 1:
@@ -33,17 +34,18 @@ LIMIT_S = 15.0
 
 
 @pytest.mark.parametrize(
-    ("how", "stage", "world"),
+    ("how", "stage", "world", "wire"),
     [
-        ("os._exit(3)", 3, 3),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 2, 2),
-        ("os._exit(3)", 0, 2),
-        ("raise RuntimeError('needle')", 1, 3),
-        ("next(engine.module.blocks[1].children()).register_forward_hook(lambda *a: 1 / 0)", 3, 2),
+        ("os._exit(3)", 3, 3, "shared_memory"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 2, 2, "shared_memory"),
+        ("os._exit(3)", 0, 2, "gloo"),
+        ("raise RuntimeError('needle')", 1, 3, "gloo"),
+        ("raise RuntimeError('needle')", 1, 3, "shared_memory"),
+        ("next(engine.module.blocks[1].children()).register_forward_hook(lambda *a: 1 / 0)", 3, 2, "shared_memory"),
     ],
 )
-def test_survivors_end_soon_and_name_the_lost_rank(how, stage, world):
-    ranks = run_ranks_raw(SCRIPT.format(stage=stage, how=how), world, timeout=60)
+def test_survivors_end_soon_and_name_the_lost_rank(how, stage, world, wire):
+    ranks = run_ranks_raw(SCRIPT.format(stage=stage, how=how, wire=wire), world, timeout=60)
     assert "about to go" in ranks[1].output
     for rank, survivor in enumerate(ranks):
         assert survivor.code is not None, f"rank {rank} never ended:\n{survivor.output}"

@@ -173,3 +173,20 @@ def test_recomputing_activations_changes_no_bit(world):
 def test_prefetching_changes_no_bit():
     jobs = {on: Job("transformer", config(3, shardledger={"prefetch": on})) for on in (True, False)}
     assert differing(run(jobs, 3)) == {}
+
+
+def test_the_wire_changes_no_bit():
+    """A wide model, so that payloads are copied from memory to memory and not with their headers."""
+    for precision, bucket in (("fp32", 5e8), ("bf16", 9000)):
+        zero = {"reduce_bucket_size": int(bucket)}
+        jobs = {
+            (wire, stage): Job(
+                "wide",
+                config(stage, optimizer="AdamW", precision=precision, zero=zero, shardledger={"transport": wire}),
+            )
+            for stage in STAGES
+            for wire in ("gloo", "shared_memory")
+        }
+        runs = run(jobs, 3)
+        for stage in STAGES:
+            assert differing({wire: runs[wire, stage] for wire in ("gloo", "shared_memory")}) == {}, (precision, stage)

@@ -32,7 +32,7 @@ def bench():
     """The modules of the benchmark, by name."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        names = ("cases", "numbers", "report", "conductor")
+        names = ("cases", "numbers", "report", "conductor", "targets")
         yield {name: importlib.import_module(f"side_by_side.{name}") for name in names}
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
@@ -114,3 +114,25 @@ def test_the_parameter_count_of_a_shape_is_the_model_s(bench):
     for name in ("tiny", "3.4m"):
         model = GPT(GPTConfig(**bench["cases"].SHAPES[name]))
         assert bench["cases"].parameters(name) == sum(p.numel() for p in model.parameters())
+
+
+def test_each_target_is_judged_and_a_miss_stands_out(bench):
+    rows = found(bench)[0][1]
+    rows[0].peak_bytes = rows[1].peak_bytes = 100
+    slow = measured(bench, "shardledger", 0, [2.0, 4.0, 2.0])
+    slow.peak_bytes, slow.starts = 99, [3.6]
+    rows += [slow, measured(bench, "DeepSpeed", 2, [1.0, 2.0, 1.0])]
+    rows[1].counted_bytes = [4 * 2 * bench["cases"].parameters("tiny") / 2 * 1.02]
+    judged = {v.target: v for v in bench["targets"].verdicts(case(bench), rows)}
+    met = {target: verdict.met for target, verdict in judged.items()}
+    assert met == {
+        "stage 0, speed / DDP": False,
+        "stage 0, peak RSS / least peer's (DDP)": True,
+        "stage 0, start to first step": False,
+        "stage 2, speed / DDP": True,
+        "stage 2, speed / DeepSpeed stage 2": True,
+        "stage 2, bytes sent / formula": False,
+        "stage 2, start to first step": True,
+    }
+    text = "\n".join(bench["targets"].table([(case(bench), rows)]))
+    assert "4 of 7 are met" in text and "**0.50 [0.50 .. 0.50]**" in text

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from side_by_side.cases import ADAMW, Case, Contender
+from side_by_side.cases import ADAMW, COMPILED, Case, Contender
 
 
 class DDPTrainer:
@@ -19,6 +19,8 @@ class DDPTrainer:
 
     def __init__(self, model: nn.Module, contender: Contender, case: Case) -> None:
         self.model = DistributedDataParallel(model.to(case.device), gradient_as_bucket_view=True)
+        if contender.variant == COMPILED:
+            self.model.compile()
         self.device = case.device
         self.autocast = case.precision == "bf16"
         self.optimizer: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 import shardledger as sl
-from side_by_side.cases import ADAMW, Case, Contender
+from side_by_side.cases import ADAMW, COMPILED, Case, Contender
 
 initialize = sl.initialize  # the package's names are lazy, and imports belong to the base line
 
@@ -19,6 +19,7 @@ class ShardledgerTrainer:
             "zero_optimization": {"stage": contender.stage},
             "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
             "bf16": {"enabled": case.precision == "bf16"},
+            "shardledger": {"compile": {}} if contender.variant == COMPILED else {},
         }
         self.engine = initialize(model=model, config=config, device=case.device)[0]
 

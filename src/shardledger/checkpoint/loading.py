@@ -33,6 +33,7 @@ from shardledger.checkpoint.meeting import Meeting
 from shardledger.checkpoint.pickled import unpack
 from shardledger.checkpoint.port import TrainingState
 from shardledger.checkpoint.reader import CheckpointReader
+from shardledger.checkpoint.shared_folder import check_seen
 from shardledger.checkpoint.writing import buffer_file_name
 from shardledger.errors import CheckpointError
 from shardledger.layout.flat import Interval
@@ -100,6 +101,7 @@ class Load:
     def _check(self, path: Path, manifest: Manifest) -> dict[str, Any]:
         """Compare this rank's share of the files with their checksums; returns the values of ``shared.pt``."""
         rank, world, count = self._meeting.rank, self._meeting.world, len(manifest.files)
+        check_seen(path, rank)
         for index, record in enumerate(manifest.files):
             if index * world // count != rank:
                 continue

@@ -40,6 +40,7 @@ from shardledger.checkpoint.manifest import (
 from shardledger.checkpoint.meeting import Meeting
 from shardledger.checkpoint.pickled import is_json, pack
 from shardledger.checkpoint.port import Held, TrainingState
+from shardledger.checkpoint.shared_folder import check_arrived
 from shardledger.checkpoint.staging import Staging
 from shardledger.checkpoint.writing import RankWriter, checksum
 from shardledger.errors import CheckpointError
@@ -284,9 +285,11 @@ class Save:
         files: list[FileRecord] = []
         numbers: dict[str, Any] = {}
         windows: list[Mapping[str, Any]] = []
-        for content in written:
+        for rank, content in enumerate(written):
             part = json.loads(zlib.decompress(content))
-            files += parse_files(part["files"])
+            own = parse_files(part["files"])
+            check_arrived(self.place.draft, rank, own)
+            files += own
             numbers |= part["numbers"]
             windows += [part["window"]] if part["window"] else []
         optimizer = replace(self._head.optimizer, values=numbers)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shardledger.ledger import CATEGORIES
+from shardledger.runtime.compiled import is_compiled
 from shardledger.runtime.engine import Engine
 from shardledger.runtime.observe import Observer
 from shardledger.telemetry.live import LiveBytes
@@ -26,9 +27,7 @@ class LiveCount:
     """Counts one engine's first steps. A compiled model is not counted: under the counter it would not run compiled."""
 
     def __init__(self, model: nn.Module, device: str) -> None:
-        compiled = any(
-            type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules()
-        )
+        compiled = any(is_compiled(m) for m in model.modules())
         self._left = 0 if compiled or device != "cpu" else STEPS
         self._meter = LiveBytes()
         self._observer = Observer(self._meter)
@@ -47,7 +46,7 @@ class LiveCount:
 
     def attach(self, engine: Any) -> None:
         """Follow ``engine``, which was made inside ``initializing``."""
-        if self._left and isinstance(engine, Engine):
+        if self._left and isinstance(engine, Engine) and not engine.is_compiled:
             self._observer.attach(engine)
             self._attached = True
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 from shardledger.checkpoint.manifest import MANIFEST_NAME
 from shardledger.cli.arguments import AUTO, LATEST, RESUME
 from shardledger.cli.exits import UsageFailure
+from shardledger.errors import CheckpointError
 from shardledger.telemetry import RunFolder
 
 
@@ -66,3 +69,22 @@ def check_folder(resume: str | None, folder: RunFolder, source: tuple[Path, str 
 
 def _has_latest(folder: Path) -> bool:
     return (folder / "latest").is_file()
+
+
+def agree(engine: Any, folder: RunFolder, source: tuple[Path, str | None] | None) -> RunFolder:
+    """The run's folder as rank 0 names it: clocks and folders of other machines may say something else. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, when only some have found the checkpoint to go on with.
+    """
+    name = os.fsencode(folder.path)
+    rows = engine.gather_scalars([float(len(name)), float(source is not None)])
+    length = max(int(row[0]) for row in rows)
+    missing = [rank for rank, row in enumerate(rows) if not row[1]]
+    if missing and len(missing) < len(rows):
+        raise CheckpointError(
+            f"ranks {missing} see no checkpoint to go on with in {folder.checkpoints}, the others do. All machines must "
+            f"see one folder under this path."
+        )
+    names = engine.gather_scalars([float(byte) for byte in name.ljust(length, b"\0")])
+    return RunFolder(os.fsdecode(bytes(map(int, names[0])).rstrip(b"\0")))

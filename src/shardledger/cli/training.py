@@ -12,6 +12,7 @@ from shardledger.cli.decide import decided_config
 from shardledger.cli.live_count import LiveCount
 from shardledger.cli.loop import TrainingLoop
 from shardledger.cli.predicted import predict_ledgers
+from shardledger.cli.resume import agree
 from shardledger.cli.run_checkpoints import RunCheckpoints
 from shardledger.cli.settings import RunSettings
 from shardledger.cli.stop import StopRequest
@@ -61,6 +62,7 @@ def train(settings: RunSettings, folder: RunFolder, device: str, source: tuple[P
         engine, *_ = shardledger.initialize(model=model, config=config, device=device)
     trace = Trace(engine, settings.options.trace)
     count.attach(engine)
+    folder = agree(engine, folder, source)
     leads = engine.rank == 0
     if leads:
         folder.create(reuse=settings.options.resume is not None)

@@ -161,6 +161,17 @@ class Config(BatchSizes, PrecisionChoice):
         notes = replace(self._notes, auto=self._notes.auto - {_STAGE}, resolutions=(*self.resolutions, line))
         return with_notes(self.model_copy(update={"zero_optimization": zero, "shardledger": own}), notes)
 
+    def agreed(self, transport: str) -> Config:
+        """The configuration when the ranks have met and use ``transport``; a wish that was not met is no longer in it."""
+        if transport not in ("shared_memory", "gloo"):
+            return self
+        own = self.shardledger
+        if transport == "gloo":
+            own = own.model_copy(update={"transport": transport})
+        line = f"shardledger.transport = {transport} ({self.shardledger.transport}: agreed by the ranks)"
+        notes = replace(self._notes, resolutions=(*self.resolutions, line))
+        return with_notes(self.model_copy(update={"shardledger": own}), notes)
+
     def summary(self) -> tuple[str, ...]:
         """Return the effective values that decide a run, one line each, and where they come from."""
         micro, accumulation = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps

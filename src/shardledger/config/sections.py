@@ -255,6 +255,44 @@ class CheckpointSection(Section):
     keep_every: Positive | None = Field(None, description="those of steps that this divides stay beside the last ones")
 
 
+class RanksSection(Section):
+    """Those keys of ``shardledger`` that say how the ranks work together."""
+
+    timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
+    transport: Literal["auto", "shared_memory", "gloo"] = Field(
+        "auto",
+        description="how CPU ranks exchange payloads; auto: out of each other's memory where all are on one machine and "
+        "may read it, else gloo",
+    )
+    reproducible: Flag = Field(
+        False, description="results that depend on the global batch alone, not on the stage or the number of ranks"
+    )
+    checks: Literal["default", "full"] = Field(
+        "default", description="full: compare parameters and batches across ranks at every step"
+    )
+
+
+class CompileSection(Section):
+    """torch.compile of the units; the section being there turns it on."""
+
+    backend: str = Field("inductor", description="backend of torch.compile")
+    mode: str | None = Field(None, description="mode of torch.compile; not given: its default")
+    dynamic: Flag | None = Field(
+        None, description="compile for all shapes at once; not given: when a second shape comes"
+    )
+    fullgraph: Flag = Field(
+        False, description="an error instead of a break where a unit cannot be compiled as one graph"
+    )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of ``engine.compile``."""
+        return {
+            "backend": self.backend,
+            "compile_kwargs": {"mode": self.mode, "dynamic": self.dynamic, "fullgraph": self.fullgraph},
+        }
+
+
 class StepSection(Section):
     """What a step does with the whole gradient; keys of ``shardledger``."""
 
@@ -271,7 +309,7 @@ class StepSection(Section):
     )
 
 
-class ShardledgerSection(StepSection):
+class ShardledgerSection(RanksSection, StepSection):
     """The keys that DeepSpeed does not have."""
 
     units: tuple[str, ...] | None = Field(
@@ -296,15 +334,11 @@ class ShardledgerSection(StepSection):
     cast_inputs: Flag = Field(
         True, description="cast fp32 tensors given to the model to the dtype of bf16 or fp16 training"
     )
-    timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
-    reproducible: Flag = Field(
-        False, description="results that depend on the global batch alone, not on the stage or the number of ranks"
-    )
-    checks: Literal["default", "full"] = Field(
-        "default", description="full: compare parameters and batches across ranks at every step"
-    )
     checkpoint: CheckpointSection = Field(
         default_factory=CheckpointSection, description="when checkpoints are written, and which stay"
+    )
+    compile: CompileSection | None = Field(
+        None, description="torch.compile of the forward of every unit, as {} or with its arguments; not given: none"
     )
     lenient: Flag = Field(False, description="unknown keys are warnings instead of errors")
     prefetch: Flag = Field(True, description="gather the next unit while this one computes (stage 3)")

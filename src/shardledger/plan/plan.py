@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from shardledger.plan.roles import Home, Role
 
@@ -59,6 +59,9 @@ class Communication:
     """Mean over ranks (else sum)."""
     timeout_s: float
     """Seconds after which a silent rank is an error."""
+    wire: str
+    """How ranks on CPUs exchange payloads: ``"auto"`` (taken for shared memory until they have met), ``"shared_memory"`` or
+    ``"gloo"``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +169,14 @@ class Plan:
     def is_sharded(self, role: Role) -> bool:
         """Whether any unit shards ``role``."""
         return any(role in unit.sharded for unit in self.units)
+
+    def agreed(self, wire: str) -> Plan:
+        """The plan when the ranks have met and use ``wire``."""
+        if wire not in ("shared_memory", "gloo"):
+            return self
+        reason = f"ranks exchange payloads through {wire} (shardledger.transport: {self.communication.wire})"
+        communication = replace(self.communication, wire=wire)
+        return replace(self, communication=communication, reasons=(*self.reasons, reason))
 
     @property
     def fingerprint(self) -> str:

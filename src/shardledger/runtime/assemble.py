@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from shardledger.errors import EngineStateError
 from shardledger.plan.plan import Plan
+from shardledger.runtime.compiled import Forwards
 from shardledger.runtime.describe import dtype_of
 from shardledger.runtime.executor import Executor
 from shardledger.runtime.gradients import FlatGradients, GradientMode, GradientRule
@@ -29,7 +28,6 @@ from shardledger.runtime.step import Stepper
 from shardledger.runtime.unit import Unit
 from shardledger.runtime.watch import Watch
 from shardledger.transport import Transport
-from shardledger.transport.heap import give_memory_back
 
 
 @dataclass(eq=False)
@@ -44,6 +42,7 @@ class Parts:
     plan: Plan
     watch: Watch
     saved: SavedWeights
+    forwards: Forwards
     progress: Progress = field(default_factory=Progress)
     stepper: Stepper | None = None
     """Set by the engine."""
@@ -60,8 +59,6 @@ class Parts:
     """``progress.micro_steps`` when the last backward pass ended."""
     leaves: list[list[tuple[FlatGradients, int]]] = field(default_factory=list)
     """Trainable parameters of each module declared a leaf, as flat and index."""
-    undo: tuple[Any, ...] = ()
-    """Modules whose forward was wrapped for recomputation."""
     advise: Advise | None = None
     """What would help when memory runs out; None: nobody knows."""
     explain: Callable[[BaseException, str], Shortage] | None = None
@@ -74,6 +71,11 @@ class Parts:
     """Saves and loads the engine; given by the composition root, because this room may not know that one."""
     on_destroy: Callable[[], None] | None = None
     """Ends what initialize began beside the engine: the process group, when it made it."""
+
+    @property
+    def released(self) -> bool:
+        """Whether some weights are not always there."""
+        return any(unit.sharded_flats for unit in self.units)
 
     def at_hand(self, flats: Sequence[FlatParameters], *, write: bool = False) -> AbstractContextManager[None]:
         """Masters, shards and optimizer states of ``flats`` are at hand inside, wherever they rest; ``write``: changes
@@ -171,9 +173,10 @@ def assemble(site: Site) -> Parts:
     executor = Executor(units, site.transport, plan)
     if site.offload is not None:
         executor.shards = Shards(site.offload)
-    wrapped = [unit.module for unit in units if unit.plan.recompute]
-    for module in wrapped:
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    forwards = Forwards(site.device.type)
+    for unit in units:
+        if unit.plan.recompute:
+            forwards.recompute(unit.module)
     parts: list[Parts] = []
     hooks = Hooks(
         units,
@@ -194,8 +197,8 @@ def assemble(site: Site) -> Parts:
             plan,
             Watch(site.model, units, site.offload),
             SavedWeights(units, hooks.gather_on_demand),
+            forwards,
             scaling=plan.precision.loss_scale is not None,
-            undo=tuple(wrapped),
             mode=GradientMode(link=None if site.offload is None else site.offload.link),
             offload=site.offload,
         )
@@ -236,8 +239,7 @@ def _let_go(parts: Parts) -> None:
     if parts.stepper is not None:
         parts.stepper.forget()
     parts.stepper = parts.explain = None
-    for module in parts.undo:
-        module.__dict__.pop("forward", None)
+    parts.forwards.restore()
     for unit in parts.units:
         for gradients in unit.gradients:
             gradients.forget()
@@ -247,7 +249,6 @@ def _let_go(parts: Parts) -> None:
         unit.flats.clear()
     if parts.offload is not None:
         parts.offload.close()
-    give_memory_back()
 
 
 def weights_of(units: Sequence[Unit]) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardledger.errors import PlanError
 from shardledger.plan.spec import DTYPE_BYTES, ModelSpec, ModuleSpec, ParameterSpec
+from shardledger.runtime.compiled import is_compiled
 from shardledger.runtime.leaves import is_leaf
 
 
@@ -20,10 +21,10 @@ def describe(model: nn.Module) -> ModelSpec:
         PlanError: a parameter of a kind that cannot be laid out (sparse, quantized, or of an unknown dtype).
     """
     for path, module in model.named_modules():
-        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+        if is_compiled(module):
             raise PlanError(
-                f"{path or type(model).__name__} is compiled: torch.compile is not supported yet, at any stage, because "
-                f"the compiler would trace through the engine's hooks. Give initialize the module uncompiled."
+                f"{path or type(model).__name__} is compiled, and a compiled module cannot be run without values: give the "
+                f"plan the module uncompiled. shardledger.initialize takes it as it is."
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise PlanError(

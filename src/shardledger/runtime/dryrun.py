@@ -61,8 +61,8 @@ class Rehearsal:
     recipe: Recipe
     groups: Groups
     device: str = "cpu"
-    """``"cpu"``: ranks talk as gloo's do and the model as it comes counts. Else: as NCCL's do, and the model comes from
-    the host."""
+    """``"cpu"``: ranks talk over the plan's ``wire`` and the model as it comes counts. Else: over NCCL, and the model
+    comes from the host."""
     rank: int = 0
 
 
@@ -171,9 +171,9 @@ def _rehearse(rehearsal: Rehearsal, model: nn.Module, meter: LiveBytes) -> DryRu
 
 
 def _engine(rehearsal: Rehearsal, plan: Plan, model: nn.Module) -> Engine:
-    transport = dry_transport(rehearsal.rank, plan.world, rehearsal.device)
-    one_memory = rehearsal.device == "cpu"
-    parts = assemble(Site(model, plan, rehearsal.layout, transport, torch.device("cpu"), one_memory=one_memory))
+    transport = dry_transport(rehearsal.rank, plan.world, rehearsal.device, plan.communication.wire)
+    here = torch.device("cpu")
+    parts = assemble(Site(model, plan, rehearsal.layout, transport, here, stands_for=rehearsal.device))
     whole = needs_whole_parameters(recipe_class(rehearsal.recipe)) or _too_many_pieces(plan)
     pieces = make_pieces(parts.units, whole=whole)
     optimizer = build_optimizer(rehearsal.recipe, rehearsal.groups, pieces)

@@ -19,6 +19,7 @@ from shardledger.runtime.assemble import Parts
 from shardledger.runtime.census import probe_optimizer
 from shardledger.runtime.checks import FullChecks
 from shardledger.runtime.clock import StepClock
+from shardledger.runtime.compile_calls import CompileCalls
 from shardledger.runtime.consolidate import full_state_dict, load_full_state_dict
 from shardledger.runtime.conversions import CONVERSIONS, conversion
 from shardledger.runtime.describe import dtype_of
@@ -39,7 +40,7 @@ from shardledger.runtime.step import Stepper, Window
 from shardledger.telemetry.memory import MemoryMeter
 
 
-class Engine(OffloadCalls):
+class Engine(OffloadCalls, CompileCalls):
     """Trains a sharded module. Calls and counters carry DeepSpeed's names where DeepSpeed has them."""
 
     def __init__(

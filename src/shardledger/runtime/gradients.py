@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from shardledger.layout.flat import FlatLayout
+from shardledger.runtime.gradient_buffers import BEGUN, Due, Sum, is_unshared
 from shardledger.runtime.held import StandIns
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.states import GradState, move
@@ -77,66 +79,6 @@ class GradientRule:
     """Whether sums of sharded gradients are let go of after a step."""
 
 
-@dataclass
-class _Sum:
-    """Where sums over ranks are kept: 1-D."""
-
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
-    drops: bool
-    """Whether it is let go of after a step: activations can have its memory until the next reduction."""
-    held: torch.Tensor | None = None
-
-    def tensor(self, made: Callable[[torch.Tensor], None] | None) -> torch.Tensor:
-        """The buffer, made when it is not there; undefined values then."""
-        if self.held is None:
-            self.held = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-            if made is not None:
-                made(self.held)
-        return self.held
-
-
-_TWO = 2
-"""Who refers to the storage of a gradient that nothing else shares: the gradient, and whoever asks."""
-
-
-def _users(storage: torch.UntypedStorage) -> int:
-    """How many refer to a storage; 0 where PyTorch does not say. Views in a graph may share a gradient's memory."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return 0 if count is None else int(count(storage._cdata))
-
-
-_BEGUN = 5
-"""One part in so many of a flat's elements: the first large matrix of a block's backward is above it, biases are not."""
-
-
-@dataclass
-class _Due:
-    """What a backward pass has yet to bring of one flat."""
-
-    slots: int
-    good_part: int
-    """Elements that are a good part of the flat; 0 where nobody asks."""
-    parameters: int = 0
-    missing: int = 0
-    """Elements until the good part is there."""
-    early: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """Small gradients that came before it, by parameter: they can wait for the flat's buffer, which needs room."""
-
-    def begin(self) -> None:
-        """A backward pass starts."""
-        self.parameters, self.missing = self.slots, self.good_part
-        self.early.clear()
-
-    def count(self, numel: int) -> bool:
-        """One more gradient has come. Whether it made the good part."""
-        self.parameters -= 1
-        waited = self.missing > 0
-        self.missing -= numel
-        return waited and self.missing <= 0
-
-
 class FlatGradients:
     """Collects the gradients of one trainable flat and tells ``listener`` when every parameter has one."""
 
@@ -157,7 +99,7 @@ class FlatGradients:
         self.has_sum = False
         """Whether ``reduced`` holds anything of this window."""
         self.probe: torch.Tensor | None = None
-        """Two numbers, finite when this rank's own gradients of the window are; read only when the norm is not."""
+        """A number, finite when this rank's own gradients of the window are; read only when the norm is not."""
         self.partial: TreeSum | None = TreeSum() if rule.tree else None
         """Sums of micro-batches that wait for their neighbour in the tree (reproducible mode)."""
         self._mode = mode
@@ -168,12 +110,12 @@ class FlatGradients:
         """Which parameters have had a gradient on this rank since the last step."""
         self._round = [False] * len(flat.parameters)
         """Which have one in the current ``local``."""
-        self._due = _Due(len(flat.parameters), flat.layout.numel // _BEGUN if leads else 0)
+        self._due = Due(len(flat.parameters), flat.layout.numel // BEGUN if leads else 0)
+        self._places = _Places.of(flat.layout)
         self._stand_ins = StandIns(flat.parameters, [slot.name for slot in flat.layout.slots])
-        self._listener = listener
         self._stand_ins.hide()  # what the model brings along is not of this engine's window
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            parameter.register_post_accumulate_grad_hook(self._hook(index, listener))
             for index, parameter in enumerate(flat.parameters)
         ]
 
@@ -248,14 +190,12 @@ class FlatGradients:
         self._ensure_local()
         local = self.local
         assert local is not None
-        end = 0
-        for index, slot in enumerate(self.flat.layout.slots):
-            if slot.start > end:
-                local[end : slot.start].zero_()
-            end = slot.start + slot.numel
-            if not self._round[index]:
-                local[slot.start : end].zero_()
-        local[self.flat.layout.numel :].zero_()
+        for start, end in self._places.gaps:
+            local[start:end].zero_()
+        if not all(self._round):
+            for came, (start, end) in zip(self._round, self._places.spans, strict=True):
+                if not came:
+                    local[start:end].zero_()
         self._look_at(local)
         self._move(GradState.PENDING)
         self._move(GradState.REDUCING)
@@ -305,11 +245,14 @@ class FlatGradients:
         return self.local[slot.start : slot.start + slot.numel] if known and self.local is not None else None
 
     def _look_at(self, local: torch.Tensor) -> None:
-        """Keep two numbers that are finite when all of ``local`` is; one pass at memory speed, no synchronisation."""
-        real = torch.view_as_real(local) if local.is_complex() else local
-        extremes = torch.stack(torch.aminmax(real)).float() if real.numel() else None
-        if extremes is not None:
-            self.probe = extremes if self.probe is None else self.probe + extremes
+        """Keep one number that is finite when all of ``local`` is; one pass at memory speed, no synchronisation.
+
+        A sum, which reads twice as fast as a search for extremes. No infinite value or NaN can leave it finite; that finite
+        ones add up to more than fp32 holds is possible, but then this is read only when some other is infinite.
+        """
+        wide = torch.float32 if local.dtype in (torch.bfloat16, torch.float16) else local.dtype
+        total = local.sum(dtype=wide)
+        self.probe = total if self.probe is None else self.probe + total
 
     def target(self) -> tuple[torch.Tensor, bool]:
         """Where a reduction writes this rank's interval, and whether it adds to what is there."""
@@ -369,70 +312,81 @@ class FlatGradients:
         self._due.early.clear()
         self._stand_ins.hide()
         self._kept = self.local = self.probe = self.partial = None
-        self._sum = _Sum(0, self._sum.dtype, self._sum.device, drops=True)
+        self._sum = Sum(0, self._sum.dtype, self._sum.device, drops=True)
         self._stand_ins.forget()
 
-    def _hook(self, index: int) -> Callable[[nn.Parameter], None]:
+    def _hook(self, index: int, listener: GradientListener) -> Callable[[nn.Parameter], None]:
+        """Moves one fresh gradient into the flat. It runs for every parameter, so it looks up as little as it can."""
+        numel = self.flat.layout.slots[index].numel
+        size, stride, start = self._places.strided[index]
+        mode, unit, gathered = self._mode, self.flat.layout.unit, self.flat.layout.param_sharded
+
         def accumulated(parameter: nn.Parameter) -> None:
-            self._take(index, parameter)
+            fresh = parameter.grad
+            if fresh is None:
+                return
+            parameter.grad = None  # first: the announcement clears what earlier passes left
+            listener.gradient_arrived()
+            if self.state is GradState.REDUCING:
+                listener.flat_busy()
+            if self.state is not GradState.PENDING:
+                self._move(GradState.PENDING)
+            due = self._due
+            begun = due.count(numel)
+            if self.local is None:
+                due.early.append((index, fresh))
+                if due.missing <= 0 or due.parameters == 0:
+                    if begun and gathered:
+                        listener.room_wanted()
+                    self._place()
+            else:
+                target = self.local.as_strided(size, stride, start)
+                if self._round[index]:
+                    if not mode.mute:
+                        target.add_(fresh)
+                elif mode.mute:
+                    target.zero_()
+                else:
+                    target.copy_(fresh)
+                self._round[index] = True
+            del fresh  # freed when it has been copied, before the next unit's weights take memory
+            self.present[index] = True
+            if begun:
+                listener.flat_begun(unit)
+            if due.parameters == 0:
+                listener.flat_complete(unit)
 
         return accumulated
 
-    def _take(self, index: int, parameter: nn.Parameter) -> None:
-        """Move one fresh gradient into the flat."""
-        fresh, parameter.grad = parameter.grad, None  # taken first: the announcement clears what earlier passes left
-        if fresh is None:
-            return
-        self._listener.gradient_arrived()
-        if self.state is GradState.REDUCING:
-            self._listener.flat_busy()
-        if self.state is not GradState.PENDING:
-            self._move(GradState.PENDING)
-        due, unit = self._due, self.flat.layout.unit
-        begun = due.count(self.flat.layout.slots[index].numel)
-        due.early.append((index, fresh))
-        del fresh  # freed when it has been copied, before the next unit's weights take memory
-        if self.local is not None or due.missing <= 0 or due.parameters == 0:
-            if begun and self.flat.layout.param_sharded:
-                self._listener.room_wanted()
-            self._place()
-        if begun:
-            self._listener.flat_begun(unit)
-        if not self.present[index]:
-            self.present[index] = True
-        if due.parameters == 0:
-            self._listener.flat_complete(unit)
-
     def _place(self) -> None:
-        """Copy what has come to its place in the flat."""
-        if not self._due.early:
+        """Take the flat's buffer, and copy what has come to its place in it."""
+        early = self._due.early
+        if not early:
             return
-        if self.local is None and self._is_whole(self._due.early[0][1]):
-            index, fresh = self._due.early.pop()
+        if self.local is None and self._is_whole(early[0][1]):
+            index, fresh = early.pop()
             self.local, self._round[index] = fresh.view(-1), True
             return
         self._ensure_local()
         assert self.local is not None
-        for index, fresh in self._due.early:
-            slot = self.flat.layout.slots[index]
-            target = self.local[slot.start : slot.start + slot.numel].view(slot.shape)
-            first = not self._round[index]
+        for index, fresh in early:
+            target = self.local.as_strided(*self._places.strided[index])
             if self._mode.mute:
-                if first:
+                if not self._round[index]:
                     target.zero_()
-            elif first:
-                target.copy_(fresh)
-            else:
+            elif self._round[index]:
                 target.add_(fresh)
+            else:
+                target.copy_(fresh)
             self._round[index] = True
-        self._due.early.clear()
+        early.clear()
 
     def _is_whole(self, fresh: torch.Tensor) -> bool:
         """Whether a gradient is all of its flat, and nobody else's: it becomes the buffer (a table's would be there twice)."""
         if len(self.flat.layout.slots) > 1 or fresh.numel() != self.flat.layout.padded_numel or self._mode.mute:
             return False
         storage = fresh.untyped_storage()
-        alone = fresh.is_contiguous() and storage.nbytes() == fresh.nbytes and _users(storage) == _TWO
+        alone = fresh.is_contiguous() and storage.nbytes() == fresh.nbytes and is_unshared(storage)
         return alone and fresh.dtype == (self.accumulate if self._mode.widen else self.flat.dtype)
 
     def _ensure_local(self) -> None:
@@ -442,16 +396,16 @@ class FlatGradients:
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(self.flat.layout.padded_numel, dtype=dtype, device=self.flat.device)
 
-    def _make_sum(self, accumulate: torch.dtype, local_dtype: torch.dtype, drops: bool) -> _Sum:
+    def _make_sum(self, accumulate: torch.dtype, local_dtype: torch.dtype, drops: bool) -> Sum:
         layout, device = self.flat.layout, self.flat.device
         numel = layout.shard_numel if layout.optim_sharded else layout.padded_numel
         if self._kept is not None and accumulate == local_dtype:
             part = self.flat.interval_of(self._kept) if layout.optim_sharded else self._kept
-            return _Sum(numel, accumulate, device, drops=False, held=part)
+            return Sum(numel, accumulate, device, drops=False, held=part)
         moved = self.flat.homes.moved
         away = moved and self._mode.link is not None and layout.optim_sharded and self.partial is None
         drops = drops and layout.grad_sharded and not moved
-        kept = _Sum(numel, accumulate, torch.device("cpu") if away else device, drops)
+        kept = Sum(numel, accumulate, torch.device("cpu") if away else device, drops)
         if not kept.drops:
             kept.tensor(None)
         return kept
@@ -459,3 +413,33 @@ class FlatGradients:
     def _move(self, to: GradState) -> None:
         move(self.state, to, self.flat.layout.slots[0].name, self.flat.rank)
         self.state = to
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where parameters lie in a flat, worked out once."""
+
+    spans: tuple[tuple[int, int], ...]
+    """First and last (excluded) element of each."""
+    strided: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    """Shape, strides and first element of each."""
+    gaps: tuple[tuple[int, int], ...]
+    """What belongs to none."""
+
+    @classmethod
+    def of(cls, layout: FlatLayout) -> _Places:
+        """The places of ``layout``."""
+        spans = tuple((slot.start, slot.start + slot.numel) for slot in layout.slots)
+        strided = tuple((slot.shape, contiguous_strides(slot.shape), slot.start) for slot in layout.slots)
+        ends, starts = [0, *(end for _, end in spans)], [*(start for start, _ in spans), layout.padded_numel]
+        gaps = tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
+        return cls(spans, strided, gaps)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor whose last dimension lies together."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

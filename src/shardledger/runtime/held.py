@@ -70,10 +70,14 @@ class StandIns:
 
     def show(self, present: Sequence[bool]) -> None:
         """Put stand-ins where there is a gradient."""
-        for index, parameter in enumerate(self._parameters):
-            if present[index]:
-                made = self._made[index]
-                self._made[index] = self._shown[index] = parameter.grad = stand_in(parameter) if made is None else made
+        made, shown = self._made, self._shown
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter answers, but slowly
+            for index, parameter in enumerate(self._parameters):
+                if present[index]:
+                    one = made[index]
+                    if one is None:
+                        one = made[index] = stand_in(parameter)
+                    shown[index] = parameter.grad = one
 
     def hide(self) -> None:
         """Take away whatever is there."""

@@ -13,9 +13,12 @@ from torch import nn
 from torch.autograd.variable import Variable
 
 from shardledger.errors import EngineStateError
+from shardledger.runtime.compiled import load_compiler
 from shardledger.runtime.executor import Executor
 from shardledger.runtime.schedule import Action, Schedule
 from shardledger.runtime.unit import Unit
+
+_NOT_TRACED = "shardledger gathers and releases the parameters of a unit around its forward"
 
 
 class Hooks:
@@ -43,11 +46,14 @@ class Hooks:
         self._complete = [0] * len(units)
         """Flats of each unit whose gradients are complete in the current backward pass."""
         self._handles: list[Any] = []
+        load_compiler()
+        before = torch.compiler.disable(self._pre_forward, reason=_NOT_TRACED)
+        after = torch.compiler.disable(self._post_forward, reason=_NOT_TRACED)
         for unit in units:
             self._handles.append(
-                unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), with_kwargs=True, prepend=True)
+                unit.module.register_forward_pre_hook(partial(before, unit), with_kwargs=True, prepend=True)
             )
-            self._handles.append(unit.module.register_forward_hook(partial(self._post_forward, unit)))
+            self._handles.append(unit.module.register_forward_hook(partial(after, unit)))
 
     def remove(self) -> None:
         """Detach from the model. Graphs that are still around are refused their backward pass."""

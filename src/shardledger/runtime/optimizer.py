@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import importlib
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,6 +12,7 @@ from torch import nn
 
 from shardledger.errors import ConfigError, EngineStateError
 from shardledger.layout.tiles import tiles_of
+from shardledger.runtime.compiled import load_compiler
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.released import placeholder
 from shardledger.runtime.unit import Unit
@@ -84,10 +82,12 @@ def make_pieces(units: Iterable[Unit], *, whole: bool, tile_numel: int | None = 
 
 def point(piece: Piece, gradient: torch.Tensor | None, present: Mapping[str, bool]) -> None:
     """Point a piece at its part of its flat's gradient. Without a gradient on any rank it has none."""
+    values = piece.values
     if gradient is None or not present[piece.name]:
-        piece.values.grad = None
+        values.grad = None
     else:
-        piece.values.grad = gradient[piece.start : piece.start + piece.values.numel()].view(piece.values.shape)
+        part = gradient.narrow(0, piece.start, values.numel())
+        values.grad = part if values.dim() == 1 else part.view(values.shape)
 
 
 def recipe_class(recipe: Recipe) -> type[torch.optim.Optimizer]:
@@ -126,7 +126,7 @@ def check_recipe(recipe: Recipe, *, sharded: bool, offloaded: bool = False) -> N
         ConfigError: no such class, options that it does not take, or a class that cannot work on parts of parameters.
         EngineStateError: the user's optimizer has stepped already.
     """
-    _load_compiler()
+    load_compiler()
     cls = recipe_class(recipe)
     if any(base.__name__ == "LBFGS" for base in cls.__mro__):
         raise ConfigError(f"optimizer {cls.__name__} needs a closure that runs the model again; use a first-order one.")
@@ -176,17 +176,6 @@ def build_optimizer(recipe: Recipe, groups: Groups, pieces: Sequence[Piece]) -> 
         return recipe(as_groups)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the optimizer callable given to initialize failed: {error}") from error
-
-
-def _load_compiler() -> None:
-    """Import what torch imports when the first optimizer of a process is made, and clean up after it.
-
-    That import leaves the frames it was called from in a reference cycle: ours would keep the model and every shard alive
-    until Python looks for cycles.
-    """
-    if "torch._dynamo" not in sys.modules:
-        importlib.import_module("torch._dynamo")
-        gc.collect()
 
 
 def _construct(

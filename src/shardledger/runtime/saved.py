@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 
@@ -22,7 +23,7 @@ from shardledger.runtime.states import ParamState
 from shardledger.runtime.unit import Unit
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _SavedWeight:
     view: torch.Tensor
     flat: FlatParameters
@@ -67,13 +68,13 @@ class SavedWeights:
     def watch(self, note: Callable[[torch.Tensor], None] | None = None) -> AbstractContextManager[None]:
         """A context for a forward pass; ``note`` is shown every saved tensor."""
         if note is None:
-            return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            return torch.autograd.graph.saved_tensors_hooks(partial(_untraced_pack(), self), self._unpack)
 
         def pack(tensor: torch.Tensor) -> Kept | _SavedWeight:
             note(tensor)
             return self._pack(tensor)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(torch.compiler.disable(pack), self._unpack)
 
     @property
     def needed(self) -> bool:
@@ -82,7 +83,9 @@ class SavedWeights:
 
     def _pack(self, tensor: torch.Tensor) -> Kept | _SavedWeight:
         flat = self._flats.get(tensor.untyped_storage()._cdata)
-        return keep(tensor) if flat is None else _SavedWeight(tensor.detach(), flat, self.updates)
+        if flat is None:
+            return tensor.detach(), tensor._version
+        return _SavedWeight(tensor.detach(), flat, self.updates)
 
     def _unpack(self, packed: Kept | _SavedWeight) -> torch.Tensor:
         if isinstance(packed, tuple):
@@ -96,3 +99,13 @@ class SavedWeights:
         if self._units[unit].state is not ParamState.FULL:  # also while it is on its way: the bytes are not there yet
             self._gather(unit)
         return packed.view
+
+
+@cache
+def _untraced_pack() -> Callable[[SavedWeights, torch.Tensor], Kept | _SavedWeight]:
+    """What runs between two compiled parts of a module saves tensors with the compiler listening: it is to skip this.
+
+    One function for all engines: a wrapper of a bound method, kept by its object, would be a cycle.
+    """
+    pack: Callable[[SavedWeights, torch.Tensor], Kept | _SavedWeight] = torch.compiler.disable(SavedWeights._pack)
+    return pack

@@ -7,7 +7,13 @@ from enum import Enum
 from shardledger.errors import EngineStateError
 
 
-class ParamState(Enum):
+class _State(Enum):
+    """Hashed by identity: an ``Enum`` is hashed by name, in Python, and states move often."""
+
+    __hash__ = object.__hash__
+
+
+class ParamState(_State):
     """Where the full parameters of a unit are."""
 
     UNBORN = "unborn"
@@ -16,7 +22,7 @@ class ParamState(Enum):
     FULL = "full"
 
 
-class GradState(Enum):
+class GradState(_State):
     """How far the gradients of a flat are."""
 
     EMPTY = "empty"

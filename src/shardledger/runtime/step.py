@@ -13,6 +13,7 @@ import torch
 from shardledger.errors import EngineStateError
 from shardledger.plan.plan import Plan
 from shardledger.runtime import exact
+from shardledger.runtime.bucket_step import BucketStep
 from shardledger.runtime.executor import Executor
 from shardledger.runtime.gradients import FlatGradients
 from shardledger.runtime.loss_scale import LossScaler
@@ -75,12 +76,17 @@ class Stepper:
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.skipped_in_a_row = 0
         self._gradients = [g for unit in units for g in unit.gradients]
+        self._gradients_of = {id(g.flat): g for g in self._gradients}
+        self._names = [slot.name for gradients in self._gradients for slot in gradients.flat.layout.slots]
         self._pieces = pieces
         self._held = _tensors_of(optimizer)
         self._guards = (
             optimizer.register_step_pre_hook(self._refuse_others),
             optimizer.register_load_state_dict_pre_hook(self._refuse_states),
         )
+        self.own_hooks = {self._guards[0].id}
+        """Hooks on the optimizer's steps that may fire several times a step."""
+        self._buckets = BucketStep(units, pieces, optimizer) if offload is None else None
         self._transport = transport
         self._plan = plan
 
@@ -112,19 +118,20 @@ class Stepper:
 
     def _update(self, executor: Executor, factor: float, present: Mapping[str, bool]) -> None:
         """Scale the gradients, update the masters, and bring the new weights to every rank."""
-        if self.offload is None:
+        sum_of = partial(self._sum_of, factor)
+        if self.offload is not None:
+            TileStep(self.offload, self.optimizer, self._run_optimizer).run(executor, self._pieces, present, sum_of)
+        elif self._buckets is not None and self._buckets.pays(self.own_hooks):
+            self._buckets.run(executor, self._run_optimizer, present, sum_of)
+        else:
             self._hand_over(factor, present)
             self._run_optimizer()
             executor.publish()
-        else:
-            ready = TileStep(self.offload, self.optimizer, self._run_optimizer)
-            ready.run(executor, self._pieces, present, partial(self._sum_of, factor))
 
     def _sum_of(self, factor: float, flat: FlatParameters) -> torch.Tensor | None:
         """The scaled gradient of a flat, where its optimizer step is taken."""
-        gradients = next(g for g in self._gradients if g.flat is flat)
-        found = scaled_sum(gradients, factor)
-        if found is None or self.offload is None or not flat.homes.moved or gradients.sum_is_away:
+        found = scaled_sum(self._gradients_of[id(flat)], factor)
+        if found is None or self.offload is None or not flat.homes.moved or self._gradients_of[id(flat)].sum_is_away:
             return found
         return self.offload.on_host(found)
 
@@ -216,9 +223,9 @@ class Stepper:
 
     def forget(self) -> None:
         """Let go of all tensors; the optimizer has no parameters from now on, and refuses to step over none."""
-        self._gradients = []
+        self._gradients, self._gradients_of = [], {}
         self._pieces = []
-        self.offload = None
+        self.offload = self._buckets = None
         for guard in self._guards:
             guard.remove()
         self.optimizer.register_step_pre_hook(_refuse_ended)
@@ -265,17 +272,11 @@ class Stepper:
         Squares are added over this rank's shards in fp64, then over ranks in rank order, at every stage alike. Where the
         plan's norm is the largest absolute value, that is what travels instead.
         """
-        names, flags = [], []
-        for gradients in self._gradients:
-            names += [slot.name for slot in gradients.flat.layout.slots]
-            flags += gradients.present
+        flags = [flag for gradients in self._gradients for flag in gradients.present]
         by_largest = self._plan.step.norm == "inf"
         norm = self._exact_norm() if self._plan.reproducible and not by_largest else None
         measure = exact.largest(self._shards()) if by_largest else self._local_square() if norm is None else 0.0
-        words = [
-            sum(1 << bit for bit, f in enumerate(flags[i : i + FLAGS_PER_NUMBER]) if f)
-            for i in range(0, len(flags), FLAGS_PER_NUMBER)
-        ]
+        words = _words(flags)
         rows = self._transport.exchange(
             torch.tensor([measure, weight, *words], dtype=torch.float64), "exchange of the gradient norm"
         ).tolist()
@@ -288,9 +289,11 @@ class Stepper:
         merged = [0] * len(words)
         for row in rows:
             merged = [a | int(b) for a, b in zip(merged, row[2:], strict=True)]
-        present = {
-            name: bool(merged[i // FLAGS_PER_NUMBER] >> (i % FLAGS_PER_NUMBER) & 1) for i, name in enumerate(names)
-        }
+        if merged == words and all(flags):
+            present = dict.fromkeys(self._names, True)
+        else:
+            bits = (merged[i // FLAGS_PER_NUMBER] >> (i % FLAGS_PER_NUMBER) & 1 for i in range(len(flags)))
+            present = {name: bool(bit) for name, bit in zip(self._names, bits, strict=True)}
         return math.sqrt(total) if norm is None else norm, total_weight, present
 
     def _shards(self) -> list[torch.Tensor]:
@@ -329,6 +332,12 @@ def scaled_sum(gradients: FlatGradients, factor: float) -> torch.Tensor | None:
     if reduced.dtype != flat.master_dtype:
         reduced = reduced.to(flat.master_dtype)
     return reduced if factor == 1.0 else reduced.mul_(factor)
+
+
+def _words(flags: Sequence[bool]) -> list[int]:
+    """Flags as bits of numbers, ``FLAGS_PER_NUMBER`` each, the first one lowest."""
+    digits = "".join("1" if flag else "0" for flag in flags)
+    return [int(digits[i : i + FLAGS_PER_NUMBER][::-1], 2) for i in range(0, len(digits), FLAGS_PER_NUMBER)]
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> int:

@@ -1,18 +1,18 @@
 """The optimizer step where states rest away from the device: tile after tile, each published when its flat is done.
 
-``torch.optim`` knows nothing of tiles: it is given the tensors of one tile at a time. Every optimizer of ``torch.optim``
-updates a tensor from that tensor's gradient and states alone, so the bits are those of one call for all.
+``torch.optim`` knows nothing of tiles: it is given the tensors of one tile at a time (``narrowed``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 
 import torch
 
 from shardledger.runtime.executor import Executor
+from shardledger.runtime.narrowed import Narrowing
 from shardledger.runtime.offload import Offload
 from shardledger.runtime.optimizer import Piece, point
 from shardledger.runtime.parameters import FlatParameters
@@ -29,8 +29,7 @@ class TileStep:
         self._offload = offload
         self._optimizer = optimizer
         self._step = step
-        self._whole = [group["params"] for group in optimizer.param_groups]
-        self._group_of = {id(p): number for number, params in enumerate(self._whole) for p in params}
+        self._narrowing = Narrowing(optimizer)
 
     def run(self, executor: Executor, pieces: Sequence[Piece], present: Mapping[str, bool], sum_of: SumOf) -> None:
         """Update everything that has a gradient on any rank, and bring the new weights to all ranks.
@@ -44,7 +43,7 @@ class TileStep:
         for piece in resident:
             point(piece, sums[id(piece.flat)], present)
         if resident:
-            with self._only(resident):
+            with self._narrowing.to(self._narrowing.held(resident)):
                 self._step()
         tiles = [
             tile
@@ -74,27 +73,10 @@ class TileStep:
                     of, gradient = tile.flat, sum_of(tile.flat)
                 for piece in tile.pieces:
                     point(piece, gradient, present)
-                with self._only(tile.pieces):
+                with self._narrowing.to(self._narrowing.held(tile.pieces)):
                     self._step()
                 self._offload.publish(tile)
                 left[id(tile.flat)] -= 1
                 replicate_done()
         for work in works:
             work.wait()
-
-    @contextmanager
-    def _only(self, pieces: Sequence[Piece]) -> Iterator[None]:
-        """Inside, the optimizer holds ``pieces`` alone, in the order of its groups."""
-        groups, whole = self._optimizer.param_groups, self._whole
-        held: list[list[torch.Tensor]] = [[] for _ in groups]
-        for piece in pieces:
-            held[self._group_of[id(piece.values)]].append(piece.values)
-        try:
-            for group, params in zip(groups, held, strict=True):
-                group["params"] = params
-            self._optimizer.param_groups = [group for group in groups if group["params"]]
-            yield
-        finally:
-            self._optimizer.param_groups = groups
-            for group, params in zip(groups, whole, strict=True):
-                group["params"] = params

@@ -38,6 +38,7 @@ class Tracer:
             engine.optimizer.register_step_pre_hook(self._before_update),
             engine.optimizer.register_step_post_hook(self._after_update),
         ]
+        engine._stepper.own_hooks |= {handle.id for handle in self._handles}
         for unit in parts.units:
             self._handles.append(unit.module.register_forward_pre_hook(partial(self._enter, unit)))
             self._handles.append(unit.module.register_forward_hook(partial(self._leave, unit), prepend=True))

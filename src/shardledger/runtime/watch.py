@@ -23,14 +23,21 @@ class Watch:
         self._flats = [flat for unit in units for flat in unit.flats]
         self._places = owners(model)
         self._known = {id(parameter) for flat in self._flats for parameter in flat.parameters}
-        self._versions: dict[int, int] = {}
+        self._frozen = [flat for flat in self._flats if not flat.layout.trainable]
+        self._resident = [p for flat in self._flats if not flat.layout.param_sharded for p in flat.parameters]
+        self._trained = [p for p in self._resident if p.requires_grad]
+        self._versions: list[int] = []
+        """Of the resident parameters."""
+        self._tree: list[tuple[nn.Module, list[int], list[int]]] = []
+        """Modules with the ids of their parameters and children, as they were when the last check found nothing."""
+        self._pointers: list[int] = []
+        """Memory of the resident parameters at that time."""
         self.note_update()
 
     def note_update(self) -> None:
         """The engine itself has changed the weights: graphs built before are out of date, later edits are the user's."""
-        resident = [p for flat in self._flats if not flat.layout.param_sharded for p in flat.parameters]
-        torch.autograd.graph.increment_version([p for p in resident if p.requires_grad])
-        self._versions = {id(parameter): parameter._version for parameter in resident}
+        torch.autograd.graph.increment_version(self._trained)
+        self._versions = [parameter._version for parameter in self._resident]
 
     @torch.no_grad()
     def check(self, *, thorough: bool = False) -> None:
@@ -42,6 +49,11 @@ class Watch:
         Raises:
             EngineStateError: a parameter was added, replaced or given other memory, or a frozen one was unfrozen.
         """
+        if not thorough and self._is_as_it_was():
+            for flat in self._frozen:
+                self._check_frozen(flat)
+            return
+        versions = {id(parameter): version for parameter, version in zip(self._resident, self._versions, strict=True)}
         for flat in self._flats:
             resident = not flat.layout.param_sharded
             for parameter, slot, view in zip(flat.parameters, flat.layout.slots, flat.views, strict=True):
@@ -51,9 +63,8 @@ class Watch:
                     continue
                 if slot.numel and parameter.data_ptr() != view.data_ptr():
                     raise _changed(slot.name, "was given other memory (p.data = ..., model.half(), assign=True)")
-                if parameter._version != self._versions[id(parameter)]:
+                if parameter._version != versions[id(parameter)]:
                     self._take_over(flat, slot.name)
-                    self._versions[id(parameter)] = parameter._version
             if thorough:
                 for name in flat.edited_masters():
                     self._take_over(flat, name)
@@ -61,6 +72,34 @@ class Watch:
         for name, parameter in self._model.named_parameters():
             if id(parameter) not in self._known:
                 raise _changed(name, "was added")
+            if "_orig_mod." in name:
+                raise EngineStateError(
+                    f"parameter {name!r} was put behind a wrapper of torch.compile's after shardledger.initialize, so it would "
+                    f"be saved under another name. Wrap modules before initialize, or call engine.compile() or "
+                    f"module.compile(), which compile in place."
+                )
+        self._remember()
+
+    def _is_as_it_was(self) -> bool:
+        """Whether nothing has happened since the last check, in a fraction of its time: no names, no walk over the model."""
+        for module, parameters, children in self._tree:
+            if list(map(id, module._parameters.values())) != parameters:
+                return False
+            if list(map(id, module._modules.values())) != children:
+                return False
+        return (
+            bool(self._tree)
+            and [parameter._version for parameter in self._resident] == self._versions
+            and [parameter.data_ptr() for parameter in self._resident] == self._pointers
+        )
+
+    def _remember(self) -> None:
+        self._versions = [parameter._version for parameter in self._resident]
+        self._pointers = [parameter.data_ptr() for parameter in self._resident]
+        self._tree = [
+            (module, list(map(id, module._parameters.values())), list(map(id, module._modules.values())))
+            for module in self._model.modules()
+        ]
 
     def _take_over(self, flat: FlatParameters, name: str) -> None:
         if self._offload is None:

@@ -10,11 +10,13 @@ import torch
 from shardledger.transport.guard import Guard, Notice
 from shardledger.transport.native import NativeTransport
 from shardledger.transport.peers import PeerTransport
-from shardledger.transport.port import Counters, Pending, Transport
+from shardledger.transport.port import Counters, Peeked, Pending, Transport
 
 
 class DryMailbox:
     """The mailbox of rank ``rank`` of ``world``: every message has arrived."""
+
+    wire = "gloo"
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -29,6 +31,16 @@ class DryMailbox:
         return _Arrived(tensor)
 
 
+class DryPeekingMailbox(DryMailbox):
+    """The same where messages are read in pieces."""
+
+    wire = "shared_memory"
+
+    def peek(self, nbytes: int, peer: int, tag: int) -> Peeked:
+        """See ``PeekingMailbox.peek``."""
+        return _Arrived(None)
+
+
 class DryGuard(Guard):
     """Sends and expects headers, and takes them for the right ones: there are no values to compare."""
 
@@ -39,10 +51,10 @@ class DryGuard(Guard):
 
 
 class DryPeers(PeerTransport):
-    """What gloo runs use, without the wire."""
+    """What runs on CPUs use, without the wire."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        mailbox = DryMailbox(rank, world)
+    def __init__(self, rank: int, world: int, wire: str = "gloo") -> None:
+        mailbox = DryMailbox(rank, world) if wire == "gloo" else DryPeekingMailbox(rank, world)
         super().__init__(mailbox)
         self._guard = DryGuard(mailbox, 0)
 
@@ -54,7 +66,7 @@ class DryNative(NativeTransport):
         self.rank = rank
         self.world = world
         self.counters = Counters()
-        self.where = "initialize"
+        self.where, self.wire = "initialize", "nccl"
         self._group = None
         self._device = torch.device("cpu")
 
@@ -68,18 +80,26 @@ class DryNative(NativeTransport):
         return None
 
 
-def dry_transport(rank: int, world: int, device: str) -> Transport:
-    """The transport that a run on ``device`` would use."""
+def dry_transport(rank: int, world: int, device: str, wire: str) -> Transport:
+    """The transport that a run on ``device`` would use; for ``wire`` see ``join``: ``"auto"`` is taken for shared memory."""
     if device == "cpu" or world == 1:
-        return DryPeers(rank, world)
+        return DryPeers(rank, world, wire)
     return DryNative(rank, world)
 
 
 class _Arrived:
     """A message that keeps its tensor alive, as gloo's do, for as long as it is asked after."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    done = True
+
+    def __init__(self, tensor: torch.Tensor | None) -> None:
         self._tensor = tensor
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Nothing to wait for."""
+
+    def read(self, tensor: torch.Tensor, at: int) -> None:
+        """See ``Peeked.read``. ``tensor`` keeps what it holds."""
+
+    def release(self) -> None:
+        """See ``Peeked.release``."""

@@ -20,6 +20,8 @@ _numbers = itertools.count()
 class GlooMailbox:
     """The ``Mailbox`` over torch.distributed's send and receive. Gloo's own thread moves the bytes meanwhile."""
 
+    wire = "gloo"
+
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from shardledger.errors import ConfigError, PeerLostError
-from shardledger.transport.gloo import GlooMailbox, forget_messages
+from shardledger.transport.gloo import forget_messages
+from shardledger.transport.interface import choose_interface
 from shardledger.transport.local import SoloMailbox
+from shardledger.transport.meeting import meet
 from shardledger.transport.native import NativeTransport
 from shardledger.transport.peers import PeerTransport
 from shardledger.transport.port import Transport
@@ -22,6 +24,8 @@ _SOURCES = (
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
+
+_MACHINES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 
 _stores: dict[str, dist.Store] = {}
 _joined: dict[str, int] = {}
@@ -66,8 +70,12 @@ def find_place() -> Place:
     return Place(0, 1, 0, "alone")
 
 
-def join(place: Place, device: torch.device, timeout_s: float, *, may_create: bool = True) -> tuple[Transport, bool]:
+def join(
+    place: Place, device: torch.device, timeout_s: float, *, may_create: bool = True, wire: str = "gloo"
+) -> tuple[Transport, bool]:
     """Connect to the other ranks. Returns the transport and whether this call made the process group.
+
+    ``wire`` says how ranks on CPUs exchange payloads: ``"auto"``, ``"shared_memory"`` or ``"gloo"``.
 
     Raises:
         PeerLostError: the other ranks did not come in time.
@@ -82,12 +90,15 @@ def join(place: Place, device: torch.device, timeout_s: float, *, may_create: bo
                 f"forbids to make one: call torch.distributed.init_process_group first, or leave that argument out."
             )
         backend = "nccl" if device.type == "cuda" else "gloo"
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29500")
+        _set_meeting_point(place)
         try:
+            store = _fresh_store(place, timeout_s)
+            if backend == "gloo":
+                where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                choose_interface(store, place.rank, place.world, *where)
             dist.init_process_group(
                 backend,
-                store=_fresh_store(place, timeout_s),
+                store=store,
                 rank=place.rank,
                 world_size=place.world,
                 timeout=timedelta(seconds=timeout_s),
@@ -102,7 +113,12 @@ def join(place: Place, device: torch.device, timeout_s: float, *, may_create: bo
     if place.world == 1:
         return PeerTransport(SoloMailbox()), created
     if dist.get_backend() == "gloo" or device.type == "cpu" and "gloo" in str(dist.get_backend()):
-        return PeerTransport(GlooMailbox(), _number_of_engine()), created
+        try:
+            return meet(_number_of_engine(), wire, timeout_s), created
+        except BaseException:
+            if created:
+                leave()
+            raise
     return NativeTransport(None, device), created
 
 
@@ -114,6 +130,22 @@ def _number_of_engine() -> int:
         _engines.update(group=group, count=0)
     _engines["count"] += 1
     return int(_engines["count"])
+
+
+def _set_meeting_point(place: Place) -> None:
+    """Ranks of one machine meet there; those of several must be told where.
+
+    Raises:
+        ConfigError: they have not been told.
+    """
+    machines = next((os.environ[name] for name in _MACHINES if os.environ.get(name, "").isdigit()), "1")
+    if place.source.startswith("SLURM") and int(machines) > 1 and "MASTER_ADDR" not in os.environ:
+        raise ConfigError(
+            f"{place.world} ranks on {machines} machines, and MASTER_ADDR does not say where rank 0 is. In the batch "
+            f'script, before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        )
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
 
 
 def _fresh_store(place: Place, timeout_s: float) -> dist.Store:

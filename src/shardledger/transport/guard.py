@@ -126,9 +126,9 @@ class Guard:
     def lose(self, peer: int, what: str, error: BaseException) -> PeerLostError:
         """The error for a message that failed; from now on nothing else runs."""
         lost = PeerLostError(
-            f"rank {self._mailbox.rank}: the {what} at {self.where} failed at rank {peer}. Rank {peer} died, raised, or "
-            f"is stuck: look at its output. The last it took part in: {self._last[peer]}. (The wire says: "
-            f"{_first_line(error)})",
+            f"rank {self._mailbox.rank}: the {what} at {self.where} failed at rank {peer}. Rank {peer} died, raised, is "
+            f"stuck, or its machine cannot be reached: look at its output. The last it took part in: {self._last[peer]}. "
+            f"(The wire says: {_first_line(error)})",
             peer,
         )
         self.give_up(_first_line(lost), 0.0)

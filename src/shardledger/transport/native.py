@@ -17,6 +17,7 @@ class NativeTransport:
     """The ``Transport`` over native collectives. The backend fixes the order of sums and takes them in the wire dtype."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.wire = "nccl"
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.counters = Counters()

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from shardledger.transport.guard import Guard, Notice
-from shardledger.transport.port import Counters, Mailbox, Pending, ReduceHow, Work
+from shardledger.transport.port import Counters, Mailbox, PeekingMailbox, Pending, ReduceHow, Work
 from shardledger.transport.tree import tree_sum
+
+_PEEKED_BYTES = 1 << 20
+"""Of contributions that are read where they lie, how much is copied before it is summed: what stays in the cache."""
 
 
 class PeerTransport:
@@ -26,11 +30,15 @@ class PeerTransport:
     def __init__(self, mailbox: Mailbox, engine: int = 0) -> None:
         self.rank = mailbox.rank
         self.world = mailbox.world
+        self.wire = mailbox.wire
         self.counters = Counters()
         self._mailbox = mailbox
+        self._peeking = mailbox if isinstance(mailbox, PeekingMailbox) else None
         self._guard = Guard(mailbox, engine)
         self._rounds: deque[tuple[Notice, Work]] = deque()
         """Reductions of several buckets, as announced: the others get the next bucket when this rank finishes them."""
+        self._early: list[_Bucket] = []
+        """Buckets that may be summed before anybody waits for them."""
 
     @property
     def where(self) -> str:
@@ -42,24 +50,25 @@ class PeerTransport:
         self._guard.where = where
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, how: ReduceHow) -> Work:
-        """See ``Transport.reduce_scatter``. Staging: (world - 1) / world * bucket elements in the wire dtype, twice
-        that when ``full`` has another dtype."""
+        """See ``Transport.reduce_scatter``. Staging in the wire dtype: (world - 1) / world * bucket elements, of a mailbox
+        that peeks at most 1 MiB; and (world - 1) / world * bucket elements when ``full`` has another dtype."""
         ticket = self._announce(f"reduction of unit {how.label}", full.numel(), how.wire)
         self.counters.add("reduce_scatter", full.numel() - out.numel(), how.wire.itemsize)
         step = max(1, how.bucket_numel // self.world)
         starts = list(range(0, out.numel(), step))
         columns = [slice(a, min(a + step, out.numel())) for a in starts]
-        first = self._launch_bucket(full, columns[0], how, ticket) if columns else None
+        job = _Reduction(full, out, how, ticket)
+        first = self._launch_bucket(job, columns[0]) if columns else None
 
         def finish() -> None:
             bucket = first
-            for here, column in enumerate(columns):
-                assert bucket is not None
-                self._sum_bucket(bucket, full, out, column, how)
-                bucket = self._launch_bucket(full, columns[here + 1], how, ticket) if here + 1 < len(columns) else None
+            for following in (*columns[1:], None):
+                if bucket is not None:
+                    self._finish_bucket(bucket)
+                bucket = self._launch_bucket(job, following) if following is not None else None
 
         work = Work(self.counters, finish)
-        if len(columns) > 1:
+        if len(columns) > 1 or self._peeking is not None:
             self._rounds.append((ticket.notice, work))
         return work
 
@@ -125,31 +134,74 @@ class PeerTransport:
         Work(self.counters, lambda: self._settle(messages, ticket)).wait()
         return rows
 
-    def _launch_bucket(self, full: torch.Tensor, column: slice, how: ReduceHow, ticket: _Ticket) -> _Bucket:
+    def _launch_bucket(self, job: _Reduction, column: slice) -> _Bucket:
         """Start exchanging one column of every rank's interval."""
-        rows = full.view(self.world, -1)[:, column]
-        outgoing = {peer: rows[peer].to(how.wire) for peer in self._peers()}
-        width = column.stop - column.start
-        incoming = {peer: torch.empty(width, dtype=how.wire, device=full.device) for peer in self._sources()}
-        messages = self._swap(list(outgoing.items()), list(incoming.items()), ticket)
-        return _Bucket(messages, incoming, ticket)
+        ticket, wire = job.ticket, job.how.wire
+        rows = job.full.view(self.world, -1)[:, column]
+        outgoing = [(peer, rows[peer].to(wire)) for peer in self._peers()]
+        width = piece = column.stop - column.start
+        if self._peeking is not None:
+            piece = min(width, max(1, _PEEKED_BYTES // wire.itemsize // (self.world - 1)))
+        buffers = {peer: torch.empty(piece, dtype=wire, device=job.full.device) for peer in self._sources()}
+        if self._peeking is None:
+            expected = self._swap([], list(buffers.items()), ticket)
+        else:
+            peek, nbytes = self._peeking.peek, width * wire.itemsize
+            expected = [_Message(peer, self._try(ticket, peer, peek, nbytes, peer, ticket.tag)) for peer in buffers]
+        bucket = _Bucket(job, column, buffers, expected, self._swap(outgoing, [], ticket))
+        if self._peeking is not None and not job.allocates:
+            self._early.append(bucket)
+        return bucket
 
-    def _sum_bucket(
-        self, bucket: _Bucket, full: torch.Tensor, out: torch.Tensor, column: slice, how: ReduceHow
-    ) -> None:
-        self._settle(bucket.messages, bucket.ticket)
-        target = out[column]
-        mine = full.view(self.world, -1)[self.rank, column]
-        if how.wire != full.dtype and self.world > 1:
-            mine = mine.to(how.wire)  # rounded like the contributions that travelled, whichever rank sums
-        parts = [mine if peer == self.rank else bucket.incoming[peer] for peer in range(self.world)]
-        if not how.accumulate:
-            tree_sum(parts, target)
-        elif len(parts) == 1:
-            target.add_(parts[0])
+    def _sum_early(self) -> None:
+        """Sum what has come, so that its senders need not wait until this rank waits for it."""
+        for bucket in list(self._early):
+            if all(message.pending.done for message in bucket.expected):  # type: ignore[attr-defined]
+                self._sum_bucket(bucket)
+
+    def _finish_bucket(self, bucket: _Bucket) -> None:
+        ticket = bucket.job.ticket
+        if self._peeking is None:
+            self._settle([*bucket.expected, *bucket.sent], ticket)
+            bucket.expected.clear()
+            bucket.sent.clear()
+        else:
+            self._settle(list(bucket.expected), ticket)
+        if not bucket.summed:
+            self._sum_bucket(bucket)
+        self._settle(bucket.sent, ticket)
+
+    def _sum_bucket(self, bucket: _Bucket) -> None:
+        job, column = bucket.job, bucket.column
+        bucket.summed = True
+        if bucket in self._early:
+            self._early.remove(bucket)
+        step = max((len(buffer) for buffer in bucket.buffers.values()), default=column.stop - column.start)
+        for start in range(column.start, column.stop, max(1, step)):
+            piece = slice(start, min(start + step, column.stop))
+            parts = {peer: buffer[: piece.stop - start] for peer, buffer in bucket.buffers.items()}
+            if self._peeking is not None:
+                at = (start - column.start) * job.how.wire.itemsize
+                for peer, message in bucket.expected:
+                    self._try(job.ticket, peer, message.read, parts[peer], at)
+            self._sum(job, piece, parts)
+        if self._peeking is not None:
+            for peer, message in bucket.expected:
+                self._try(job.ticket, peer, message.release)
+
+    def _sum(self, job: _Reduction, piece: slice, parts: dict[int, torch.Tensor]) -> None:
+        target = job.out[piece]
+        mine = job.full.view(self.world, -1)[self.rank, piece]
+        if self.world > 1:
+            mine = mine.to(job.how.wire)  # rounded like the contributions that travelled, whichever rank sums
+        in_order = [mine if peer == self.rank else parts[peer] for peer in range(self.world)]
+        if not job.how.accumulate:
+            tree_sum(in_order, target)
+        elif len(parts) == 0:
+            target.add_(mine)
         else:
             total = torch.empty_like(target)
-            tree_sum(parts, total)
+            tree_sum(in_order, total)
             target.add_(total)
 
     def close(self) -> None:
@@ -161,8 +213,10 @@ class PeerTransport:
         """See ``Transport.give_up``."""
         self._guard.give_up(reason)
         self._rounds.clear()
+        self._early.clear()
 
     def _announce(self, what: str, numel: int, dtype: torch.dtype) -> _Ticket:
+        self._sum_early()
         notice, tag = self._guard.announce(what, f"{numel} elements of {str(dtype).removeprefix('torch.')}")
         return _Ticket(notice, tag, what)
 
@@ -173,8 +227,12 @@ class PeerTransport:
         ticket: _Ticket,
     ) -> list[_Message]:
         receive, send = self._mailbox.receive, self._mailbox.send
-        messages = [_Message(peer, self._try(ticket, peer, receive, tensor, peer)) for peer, tensor in incoming]
-        messages += [_Message(peer, self._try(ticket, peer, send, tensor, peer)) for peer, tensor in outgoing]
+        messages = [
+            _Message(peer, self._try(ticket, peer, receive, tensor, peer, ticket.tag)) for peer, tensor in incoming
+        ]
+        messages += [
+            _Message(peer, self._try(ticket, peer, send, tensor, peer, ticket.tag)) for peer, tensor in outgoing
+        ]
         return messages
 
     def _finish_before(self, notice: Notice | None) -> None:
@@ -198,7 +256,7 @@ class PeerTransport:
 
     def _try(self, ticket: _Ticket, peer: int, call, *args) -> Pending:  # type: ignore[no-untyped-def]
         try:
-            return call(*args, ticket.tag)  # type: ignore[no-any-return]
+            return call(*args)  # type: ignore[no-any-return]
         except RuntimeError as error:
             raise self._guard.lose(peer, ticket.what, error) from error
 
@@ -219,8 +277,7 @@ class _Ticket:
     what: str
 
 
-@dataclass(frozen=True)
-class _Message:
+class _Message(NamedTuple):
     """A message under way."""
 
     peer: int
@@ -228,9 +285,28 @@ class _Message:
 
 
 @dataclass(frozen=True)
-class _Bucket:
-    """One column of a reduction under way: ``incoming[peer]`` is that rank's contribution."""
+class _Reduction:
+    """What ``reduce_scatter`` was asked for."""
 
-    messages: list[_Message]
-    incoming: dict[int, torch.Tensor]
+    full: torch.Tensor
+    out: torch.Tensor
+    how: ReduceHow
     ticket: _Ticket
+
+    @property
+    def allocates(self) -> bool:
+        """Whether sums take memory; then they are taken at a fixed point of the program, for an account that is exact."""
+        return self.how.accumulate or not self.full.dtype == self.how.wire == self.out.dtype
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """One column of a reduction under way."""
+
+    job: _Reduction
+    column: slice
+    buffers: dict[int, torch.Tensor]
+    """By rank: where its contribution, or one piece after another of it, is received."""
+    expected: list[_Message]
+    sent: list[_Message]
+    summed: bool = False

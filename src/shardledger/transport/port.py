@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -28,6 +28,8 @@ class Mailbox(Protocol):
     and is neither copied nor resized; it must stay alive until ``wait`` returns.
     """
 
+    wire: str
+    """What moves the bytes, for people."""
     rank: int
     world: int
 
@@ -36,6 +38,35 @@ class Mailbox(Protocol):
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Start receiving into ``tensor`` from rank ``peer``."""
+
+
+class Peeked(Pending, Protocol):
+    """A message that is read where its sender has it; ``wait`` returns when it has come."""
+
+    done: bool
+    """Whether it has come."""
+
+    def read(self, tensor: torch.Tensor, at: int) -> None:
+        """Copy what lies ``at`` bytes from its start into ``tensor`` (contiguous).
+
+        Raises:
+            RuntimeError: the sender has ended.
+        """
+
+    def release(self) -> None:
+        """It has been read: its sender may use the buffer again.
+
+        Raises:
+            RuntimeError: it could not be had to the end, so what was read may be anything.
+        """
+
+
+@runtime_checkable
+class PeekingMailbox(Mailbox, Protocol):
+    """A mailbox whose messages need not be copied whole."""
+
+    def peek(self, nbytes: int, peer: int, tag: int) -> Peeked:
+        """Expect a message of ``nbytes`` bytes from rank ``peer``, instead of ``receive``."""
 
 
 @dataclass
@@ -102,6 +133,8 @@ class Work:
 class Transport(Protocol):
     """Collectives over the shard group. Every rank issues the same ones in the same order."""
 
+    wire: str
+    """What moves the bytes: ``"shared_memory"``, ``"gloo"``, ``"nccl"``; ``"none"`` with one rank."""
     rank: int
     world: int
     counters: Counters

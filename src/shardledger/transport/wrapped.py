@@ -9,6 +9,7 @@ class WrappedTransport:
     """Is ``inner`` to everyone who looks; subclasses pass its collectives on."""
 
     def __init__(self, inner: Transport) -> None:
+        self.wire = inner.wire
         self.rank = inner.rank
         self.world = inner.world
         self.counters = inner.counters
