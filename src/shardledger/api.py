@@ -156,7 +156,7 @@ def _initialize(
         trained = [p.name for p in spec.parameters if p.trainable]
         groups = groups_of(_group_source(wanted), parameter_names(model), trained)
         offload = _offload(plan, layout, (recipe, groups), transport, target)
-        parts = assemble(Site(model, plan, layout, transport, target, offload, one_memory=target.type == "cpu"))
+        parts = assemble(Site(model, plan, layout, transport, target, offload))
         parts.forwards.adopt(aside, [unit.module for unit in parts.units[1:]], released=parts.released)
         made, pieces = _build_optimizer(parts, recipe, groups)
         stepper = Stepper(parts.units, pieces, made, transport, plan, offload)

@@ -30,10 +30,9 @@ def peaks(precision):
                 for _ in range(3):
                     meter.peak, rest = 0, meter.bytes()
                     engine.backward(engine(*part))
-                    held = sum(g.held_sum.nbytes for u in engine._live().units for g in u.gradients)
                     engine.step()
             account = engine.ledger()["measured"]
-            found[stage] = (meter.peak - rest - held) / unit, account["communication"] / unit
+            found[stage] = (meter.peak - rest) / unit, account["communication"] / unit
             engine.destroy()
     return found
 
@@ -41,8 +40,10 @@ def peaks(precision):
 def test_at_most_the_weights_of_two_units_and_the_gradients_of_one_are_alive():
     for precision in ("fp32", "bf16"):
         for found in run_ranks(peaks, 2, precision):
-            # Beside them one gradient on its way from autograd, here a whole unit, and half a unit being received.
-            assert found[3][0] < 3.7 and 2.9 < found[3][1] < 3.1, (precision, found)
+            # Beside them one gradient on its way from autograd, here a whole unit; at stage 2, where reductions last longer,
+            # half a unit being received.
+            # In bf16 the sum of half a unit is taken in fp32, which is as much as a unit.
+            assert found[3][0] < (4.7 if precision == "bf16" else 4.2) and 2.9 < found[3][1] < 3.1, (precision, found)
             assert found[2][0] < 3.7 and 1.9 < found[2][1] < 2.1, (precision, found)
 
 

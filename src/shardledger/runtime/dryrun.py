@@ -172,8 +172,8 @@ def _rehearse(rehearsal: Rehearsal, model: nn.Module, meter: LiveBytes) -> DryRu
 
 def _engine(rehearsal: Rehearsal, plan: Plan, model: nn.Module) -> Engine:
     transport = dry_transport(rehearsal.rank, plan.world, rehearsal.device, plan.communication.wire)
-    one_memory = rehearsal.device == "cpu"
-    parts = assemble(Site(model, plan, rehearsal.layout, transport, torch.device("cpu"), one_memory=one_memory))
+    here = torch.device("cpu")
+    parts = assemble(Site(model, plan, rehearsal.layout, transport, here, stands_for=rehearsal.device))
     whole = needs_whole_parameters(recipe_class(rehearsal.recipe)) or _too_many_pieces(plan)
     pieces = make_pieces(parts.units, whole=whole)
     optimizer = build_optimizer(rehearsal.recipe, rehearsal.groups, pieces)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardledger.layout.flat import FlatLayout
+from shardledger.runtime.gradient_buffers import BEGUN, Due, Sum, is_unshared
 from shardledger.runtime.held import StandIns
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.states import GradState, move
@@ -78,66 +79,6 @@ class GradientRule:
     """Whether sums of sharded gradients are let go of after a step."""
 
 
-@dataclass
-class _Sum:
-    """Where sums over ranks are kept: 1-D."""
-
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
-    drops: bool
-    """Whether it is let go of after a step: activations can have its memory until the next reduction."""
-    held: torch.Tensor | None = None
-
-    def tensor(self, made: Callable[[torch.Tensor], None] | None) -> torch.Tensor:
-        """The buffer, made when it is not there; undefined values then."""
-        if self.held is None:
-            self.held = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-            if made is not None:
-                made(self.held)
-        return self.held
-
-
-_TWO = 2
-"""Who refers to the storage of a gradient that nothing else shares: the gradient, and whoever asks."""
-
-
-def _users(storage: torch.UntypedStorage) -> int:
-    """How many refer to a storage; 0 where PyTorch does not say. Views in a graph may share a gradient's memory."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return 0 if count is None else int(count(storage._cdata))
-
-
-_BEGUN = 5
-"""One part in so many of a flat's elements: the first large matrix of a block's backward is above it, biases are not."""
-
-
-@dataclass
-class _Due:
-    """What a backward pass has yet to bring of one flat."""
-
-    slots: int
-    good_part: int
-    """Elements that are a good part of the flat; 0 where nobody asks."""
-    parameters: int = 0
-    missing: int = 0
-    """Elements until the good part is there."""
-    early: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """Small gradients that came before it, by parameter: they can wait for the flat's buffer, which needs room."""
-
-    def begin(self) -> None:
-        """A backward pass starts."""
-        self.parameters, self.missing = self.slots, self.good_part
-        self.early.clear()
-
-    def count(self, numel: int) -> bool:
-        """One more gradient has come. Whether it made the good part."""
-        self.parameters -= 1
-        waited = self.missing > 0
-        self.missing -= numel
-        return waited and self.missing <= 0
-
-
 class FlatGradients:
     """Collects the gradients of one trainable flat and tells ``listener`` when every parameter has one."""
 
@@ -169,8 +110,8 @@ class FlatGradients:
         """Which parameters have had a gradient on this rank since the last step."""
         self._round = [False] * len(flat.parameters)
         """Which have one in the current ``local``."""
+        self._due = Due(len(flat.parameters), flat.layout.numel // BEGUN if leads else 0)
         self._places = _Places.of(flat.layout)
-        self._due = _Due(len(flat.parameters), flat.layout.numel // _BEGUN if leads else 0)
         self._stand_ins = StandIns(flat.parameters, [slot.name for slot in flat.layout.slots])
         self._stand_ins.hide()  # what the model brings along is not of this engine's window
         self._handles = [
@@ -371,7 +312,7 @@ class FlatGradients:
         self._due.early.clear()
         self._stand_ins.hide()
         self._kept = self.local = self.probe = self.partial = None
-        self._sum = _Sum(0, self._sum.dtype, self._sum.device, drops=True)
+        self._sum = Sum(0, self._sum.dtype, self._sum.device, drops=True)
         self._stand_ins.forget()
 
     def _hook(self, index: int, listener: GradientListener) -> Callable[[nn.Parameter], None]:
@@ -410,7 +351,7 @@ class FlatGradients:
         return accumulated
 
     def _place(self) -> None:
-        """Copy what has come to its place in the flat."""
+        """Take the flat's buffer, and copy what has come to its place in it."""
         early = self._due.early
         if not early:
             return
@@ -440,7 +381,7 @@ class FlatGradients:
         if len(self.flat.layout.slots) > 1 or fresh.numel() != self.flat.layout.padded_numel or self._mode.mute:
             return False
         storage = fresh.untyped_storage()
-        alone = fresh.is_contiguous() and storage.nbytes() == fresh.nbytes and _users(storage) == _TWO
+        alone = fresh.is_contiguous() and storage.nbytes() == fresh.nbytes and is_unshared(storage)
         return alone and fresh.dtype == (self.accumulate if self._mode.widen else self.flat.dtype)
 
     def _ensure_local(self) -> None:
@@ -450,16 +391,16 @@ class FlatGradients:
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(self.flat.layout.padded_numel, dtype=dtype, device=self.flat.device)
 
-    def _make_sum(self, accumulate: torch.dtype, local_dtype: torch.dtype, drops: bool) -> _Sum:
+    def _make_sum(self, accumulate: torch.dtype, local_dtype: torch.dtype, drops: bool) -> Sum:
         layout, device = self.flat.layout, self.flat.device
         numel = layout.shard_numel if layout.optim_sharded else layout.padded_numel
         if self._kept is not None and accumulate == local_dtype:
             part = self.flat.interval_of(self._kept) if layout.optim_sharded else self._kept
-            return _Sum(numel, accumulate, device, drops=False, held=part)
+            return Sum(numel, accumulate, device, drops=False, held=part)
         moved = self.flat.homes.moved
         away = moved and self._mode.link is not None and layout.optim_sharded and self.partial is None
         drops = drops and layout.grad_sharded and not moved
-        kept = _Sum(numel, accumulate, torch.device("cpu") if away else device, drops)
+        kept = Sum(numel, accumulate, torch.device("cpu") if away else device, drops)
         if not kept.drops:
             kept.tensor(None)
         return kept
