@@ -45,7 +45,7 @@ def test_every_part_of_the_estimate_is_what_the_run_uses():
                 for category in CATEGORIES:
                     assert used[category] <= estimate[category] <= 1.1 * used[category], (world, stage, category)
                 states[world, stage] = sum(estimate[c] for c in ("params", "grads", "master", "optimizer"))
-                # What estimators of states leave out: activations, gathered units and buffers.
-                assert estimate["activations"] > 0 and estimate["communication"] > 0
+                # What estimators of states leave out: activations, and at stage 3 gathered units and buffers.
+                assert estimate["activations"] > 0 and (stage < 3 or estimate["communication"] > 0)
     # Users saw the same use on 2 and on 4 devices: here what is sharded halves.
     assert 0.5 <= states[4, 3] / states[2, 3] < 0.51
