@@ -6,7 +6,8 @@
 Prints medians and, in brackets, the fastest and the slowest round. ``torch.save`` leaves its bytes in the system's cache; a
 checkpoint is on the disk when the call returns. Both are compared: ``torch.save`` as it is, and with the fsync that makes
 it as safe. Where the disk takes its bytes more slowly than memory does, no durable save reaches the former: "the disk" is
-as many bytes, written by all ranks past the cache and by nothing but system calls, and bounds every one. An asynchronous save is compared with a save, and with copying the bytes alone.
+as many bytes, written by all ranks past the cache and by nothing but system calls, and bounds every one. An asynchronous
+save is compared with a save, and with copying the bytes alone.
 """
 
 from __future__ import annotations

@@ -24,7 +24,10 @@ from shardledger.transport.wrapped import WrappedTransport
 from shardledger.workload import GPT, GPTConfig
 
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-SMALL, LARGE = GPTConfig(layers=8, heads=2, width=32, context=128), GPTConfig(layers=8, heads=8, width=512, context=1024)
+SMALL, LARGE = (
+    GPTConfig(layers=8, heads=2, width=32, context=128),
+    GPTConfig(layers=8, heads=8, width=512, context=1024),
+)
 PHASES = ("forward", "backward", "step")
 Seconds = dict[str, float]
 
@@ -159,7 +162,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    print("| stage | units | forward | backward | step | us per unit and phase | at 25 M parameters, ms | share of a step |")
+    print(
+        "| stage | units | forward | backward | step | us per unit and phase | at 25 M parameters, ms | share of a step |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for stage in map(int, asked.stages.split(",")):
         units, small = measure(SMALL, stage, asked.rounds * 4)

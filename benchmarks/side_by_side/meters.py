@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class HostMeter:
@@ -29,16 +30,22 @@ class HostMeter:
         return _status("VmHWM:") - self._base
 
     def most_allocated(self, action: Callable[[], object]) -> int:
-        """Most bytes that PyTorch's allocator had handed out at once during ``action``, above those before it."""
+        """Most bytes that PyTorch's allocator had handed out at once during ``action``, a training step, above its states.
+
+        States are what is alive when the optimizer is called: an engine may let go of gradients after a step.
+        """
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
             action()
-        now = highest = 0
-        for event in profiler.profiler.kineto_results.events():
+        now = highest = states = 0
+        stepped = False
+        for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
             if event.name() == "[memory]":
                 now += event.nbytes()
                 highest = max(highest, now)
-        return highest
+            elif event.name().startswith("Optimizer.step") and not stepped:
+                states, stepped = now, True
+        return highest - max(0, states)
 
 
 class DeviceMeter:
@@ -55,13 +62,15 @@ class DeviceMeter:
         return torch.cuda.max_memory_allocated()
 
     def most_allocated(self, action: Callable[[], object]) -> int:
-        """Most bytes allocated at once during ``action``, above those before it."""
+        """As ``HostMeter.most_allocated``."""
         self.finish()
-        before = torch.cuda.memory_allocated()
+        states = [torch.cuda.memory_allocated()]
+        handle = register_optimizer_step_pre_hook(lambda *_: states.append(torch.cuda.memory_allocated()))
         torch.cuda.reset_peak_memory_stats()
         action()
         self.finish()
-        return torch.cuda.max_memory_allocated() - before
+        handle.remove()
+        return torch.cuda.max_memory_allocated() - max(states[:2])
 
 
 def meter_for(device: str) -> HostMeter | DeviceMeter:

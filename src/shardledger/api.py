@@ -155,13 +155,11 @@ def _initialize(
         _refuse_what_cannot_fit(bounds, settings, target, (model, wanted), transport)
         trained = [p.name for p in spec.parameters if p.trainable]
         groups = groups_of(_group_source(wanted), parameter_names(model), trained)
-        site = Site(model, plan, layout, transport, target, _offload(plan, layout, (recipe, groups), transport, target))
-        if site.offload is None and target.type == "cpu":
-            keep_freed_memory(4 * max((flat.padded_numel for flat in layout.flats), default=0))
-        parts = assemble(site)
+        offload = _offload(plan, layout, (recipe, groups), transport, target)
+        parts = assemble(Site(model, plan, layout, transport, target, offload))
         parts.forwards.adopt(aside, [unit.module for unit in parts.units[1:]], released=parts.released)
         made, pieces = _build_optimizer(parts, recipe, groups)
-        stepper = Stepper(parts.units, pieces, made, transport, plan, site.offload)
+        stepper = Stepper(parts.units, pieces, made, transport, plan, offload)
         engine = Engine(model, plan, layout, parts, made, stepper, meter)
         engine.lr_scheduler = _scheduler(settings, wanted.lr_scheduler, made)
         if settings.shardledger.compile is not None:
@@ -173,6 +171,8 @@ def _initialize(
         _end_badly(error, transport, parts, created)
         raise
     parts.advise, parts.on_destroy = bounds.advise, leave if created else None
+    if target.type == "cpu" and Home.DISK not in (plan.offload.optimizer, plan.offload.params):
+        keep_freed_memory()
     engine.config = settings
     engine.training_dataloader = _loader(wanted, settings, plan, transport)
     return engine, made, engine.training_dataloader, engine.lr_scheduler

@@ -348,7 +348,7 @@ class SlowFiles(Files):
         assert self.go.wait(20)
         if self.error is not None:
             raise self.error
-        return super().write_parts(path, tensors)
+        super().write_parts(path, tensors)
 
 
 def test_an_asynchronous_save_holds_the_moment_of_its_call_and_does_not_block_training(tmp_path):

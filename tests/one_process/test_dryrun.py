@@ -46,10 +46,15 @@ def test_states_are_those_of_the_layout_on_every_rank(precision, accumulation, d
         )
         for found in forecast(asked).runs.values():
             expected = state_bytes(found.plan, found.layout, ADAM, rank)
-            assert {c: found.run.rest[c] for c in STATE_CATEGORIES} == expected, (found.plan.stage, world, rank)
+            assert {c: found.run.account[c] for c in STATE_CATEGORIES} == expected, (found.plan.stage, world, rank)
+            # Sums of sharded gradients are let go of after a step, where the device has memory of its own.
+            kept = expected if found.plan.stage < 2 or device == "cpu" else {**expected, "grads": 0}
+            assert {c: found.run.rest[c] for c in STATE_CATEGORIES} == kept, (found.plan.stage, world, rank)
             highest = found.run.highest
             assert highest.total == sum(highest.by_category.values())
-            assert {c: highest.by_category[c] for c in STATE_CATEGORIES} == expected
+            states = {c: highest.by_category[c] for c in STATE_CATEGORIES}
+            assert kept["grads"] <= states["grads"] <= expected["grads"]
+            assert {**states, "grads": 0} == {**expected, "grads": 0}
 
 
 def test_traffic_follows_the_formulas():
@@ -96,7 +101,7 @@ def test_mem_tracker_agrees(stage, checkpointing, precision):
     step()
     units = engine._parts.units
     flats = [t for u in units for f in u.flats for t in (f.full, f.shard, f.master) if t is not None]
-    gradients = [t for u in units for g in u.gradients for t in (g.local, g.reduced) if t is not None]
+    gradients = [t for u in units for g in u.gradients for t in (g.local, g.held_sum) if t is not None]
     states = [t for state in engine.optimizer.state.values() for t in state.values()]
     tracker = MemTracker()
     tracker.track_external(engine.module, *flats, *gradients, *states)

@@ -1,13 +1,13 @@
 """Module events in, actions out, compared as lists.
 
-An action is written as a letter and its unit: G gather, W wait, R release, D reduce. Unit 0 is the root.
+An action is written as a letter and its unit: G gather, W wait, R release, D reduce, S settle. Unit 0 is the root.
 """
 
 import pytest
 
 from shardledger.runtime.schedule import Action, Schedule, UnitFacts
 
-LETTERS = {"gather": "G", "wait": "W", "release": "R", "reduce": "D"}
+LETTERS = {"gather": "G", "wait": "W", "release": "R", "reduce": "D", "settle": "S"}
 SHARDED = UnitFacts(sharded=True, trainable=True, frozen=False, numel=10)
 WHOLE = UnitFacts(sharded=False, trainable=True, frozen=False, numel=0)
 FROZEN = UnitFacts(sharded=True, trainable=False, frozen=True, numel=10)
@@ -115,9 +115,9 @@ def test_backward_gathers_each_unit_reduces_it_when_complete_and_releases_it_at_
     forward(made)
     assert backward(made) == [
         "G0 W0",
-        "G3 W3", "D3", "R3",
-        "G2 W2", "D2", "R2",
-        "G1 W1", "D1", "R1",
+        "G3 W3", "", "R3 D3",
+        "G2 W2", "", "R2 D2",
+        "G1 W1", "", "R1 D1",
         "D0", "R0",
     ]  # fmt: skip
     assert not made.in_backward
@@ -128,11 +128,38 @@ def test_backward_gathers_the_unit_before_ahead():
     forward(made)
     assert backward(made) == [
         "G0 W0 G3",
-        "W3 G2", "D3", "R3",
-        "W2 G1", "D2", "R2",
-        "W1", "D1", "R1",
+        "W3 G2", "", "R3 D3",
+        "W2", "S3 G1", "R2 D2",
+        "W1", "", "R1 D1",
         "D0", "R0",
     ]  # fmt: skip
+
+
+def test_the_gather_ahead_follows_the_reduction_before_as_soon_as_gradients_come():
+    """Else the weights of three units and the gradients of two, or two and three, would be alive at once."""
+    made = schedule()
+    forward(made)
+    made.pre_backward(0)
+    assert [text(made.pre_backward(3)), text(made.gradients_begun(3))] == ["W3 G2", ""]
+    # The inputs of one unit are the outputs of the one before: whose hook comes first makes no difference.
+    assert [text(made.gradients_complete(3)), text(made.pre_backward(2)), text(made.post_backward(3))] == [
+        "", "W2", "R3 D3"]  # fmt: skip
+    assert [text(made.gradients_begun(2)), text(made.gradients_begun(2))] == ["S3 G1", ""]
+    assert [text(made.gradients_complete(2)), text(made.post_backward(2)), text(made.pre_backward(1))] == [
+        "", "R2 D2", "W1"]  # fmt: skip
+    # Nothing is wanted any more: the reduction goes on beside the last unit.
+    assert [text(made.gradients_begun(1)), text(made.gradients_complete(1)), text(made.post_backward(1))] == [
+        "", "", "R1 D1"]  # fmt: skip
+
+
+def test_a_unit_without_gradients_gathers_ahead_before_it_is_reduced_as_the_others_do():
+    made = schedule()
+    forward(made)
+    made.pre_backward(0)
+    made.pre_backward(3)
+    made.gradients_complete(3)
+    assert [text(made.pre_backward(2)), text(made.post_backward(3)), text(made.post_backward(2))] == [
+        "W2", "R3 D3", "S3 G1 R2 D2"]  # fmt: skip
 
 
 def test_prefetch_in_backward_stops_at_the_most_gathered_elements_allowed():
@@ -140,9 +167,9 @@ def test_prefetch_in_backward_stops_at_the_most_gathered_elements_allowed():
     forward(made)
     assert backward(made) == [
         "G0 W0 G3",
-        "W3", "D3", "R3 G2",
-        "W2", "D2", "R2 G1",
-        "W1", "D1", "R1",
+        "W3", "", "R3 D3 G2",
+        "W2", "", "R2 D2 G1",
+        "W1", "", "R1 D1",
         "D0", "R0",
     ]  # fmt: skip
 
@@ -177,7 +204,7 @@ def test_units_without_trainable_parameters_are_never_reduced():
     forward(made, (1, 2))
     assert text(made.pre_backward(0)) == "G0 W0"
     assert [text(made.pre_backward(2)), text(made.gradients_complete(2)), text(made.post_backward(2))] == [
-        "G2 W2", "D2", "R2"]  # fmt: skip
+        "G2 W2", "", "R2 D2"]  # fmt: skip
     assert [text(made.pre_backward(1)), text(made.post_backward(1))] == ["G1 W1", "R1"]
     assert text(made.end_backward()) == "D0 R0"
 
@@ -187,7 +214,7 @@ def test_missing_gradients_are_reduced_at_the_end_in_order():
     forward(made)
     made.pre_backward(0)
     made.pre_backward(3)
-    assert text(made.post_backward(3)) == "D3 R3"
+    assert text(made.post_backward(3)) == "R3 D3"
     assert text(made.end_backward()) == "D2 D1 D0 R0"
 
 
@@ -195,7 +222,7 @@ def test_a_missing_unit_holds_back_the_ones_behind_it_until_the_end():
     made = schedule(prefetch=False)
     forward(made, (1, 3))
     lines = backward(made, (3, 1))
-    assert lines == ["G0 W0", "G3 W3", "D3", "R3", "G1 W1", "", "R1", "", "D2 D1 D0 R0"]
+    assert lines == ["G0 W0", "G3 W3", "", "R3 D3", "G1 W1", "", "R1", "", "D2 D1 D0 R0"]
 
 
 def test_a_backward_without_any_gradient_still_reduces_every_trainable_unit():
@@ -226,7 +253,7 @@ def test_each_backward_reduces_every_unit_anew():
     for _ in range(3):
         forward(made)
         lines = backward(made)
-        assert [line for line in lines if "D" in line] == ["D3", "D2", "D1", "D0"]
+        assert [line for line in lines if "D" in line] == ["R3 D3", "R2 D2", "R1 D1", "D0"]
 
 
 # --- when weights have been used -------------------------------------------------------------------------------------
@@ -235,7 +262,7 @@ def test_each_backward_reduces_every_unit_anew():
 def test_a_unit_whose_inputs_need_no_gradient_is_released_when_its_gradients_are_complete():
     made = schedule(prefetch=False)
     forward(made, track=False)
-    assert [text(made.pre_backward(3)), text(made.gradients_complete(3))] == ["G3 W3", "D3 R3"]
+    assert [text(made.pre_backward(3)), text(made.gradients_complete(3))] == ["G3 W3", "R3 D3"]
 
 
 def test_a_unit_with_frozen_weights_waits_for_its_inputs():
@@ -243,7 +270,7 @@ def test_a_unit_with_frozen_weights_waits_for_its_inputs():
     forward(made, (1,))
     made.pre_backward(0)
     assert [text(made.pre_backward(1)), text(made.gradients_complete(1)), text(made.post_backward(1))] == [
-        "G1 W1", "D1", "R1"]  # fmt: skip
+        "G1 W1", "", "R1 D1"]  # fmt: skip
 
 
 def test_a_unit_with_frozen_weights_and_untracked_inputs_stays_until_the_end():
@@ -258,9 +285,9 @@ def test_a_unit_with_an_open_second_input_is_released_once_one_input_and_all_gra
     made = schedule(prefetch=False)
     forward(made)
     made.pre_backward(3)
-    assert [text(made.input_reached(3)), text(made.gradients_complete(3))] == ["", "D3 R3"]
+    assert [text(made.input_reached(3)), text(made.gradients_complete(3))] == ["", "R3 D3"]
     made.pre_backward(2)
-    assert [text(made.gradients_complete(2)), text(made.input_reached(2))] == ["D2", "R2"]
+    assert [text(made.gradients_complete(2)), text(made.input_reached(2))] == ["", "R2 D2"]
     # The second input comes later and finds everything done.
     assert [text(made.post_backward(3)), text(made.post_backward(2))] == ["", ""]
 
@@ -284,8 +311,8 @@ def test_a_shared_unit_with_one_call_open_is_not_released_by_its_gradients():
     forward(made, (3, 3))
     made.pre_backward(0)
     made.pre_backward(3)
-    assert text(made.gradients_complete(3)) == "D3"
-    assert [text(made.post_backward(3)), text(made.post_backward(3))] == ["", "R3"]
+    assert text(made.gradients_complete(3)) == ""
+    assert [text(made.post_backward(3)), text(made.post_backward(3))] == ["", "R3 D3"]
 
 
 # --- recomputation ---------------------------------------------------------------------------------------------------
@@ -300,7 +327,7 @@ def test_non_reentrant_recomputation_finds_its_unit_gathered():
     assert text(made.pre_forward(3)) == "W3"
     assert made.track_call(3) is False
     assert text(made.post_forward(3)) == ""
-    assert [text(made.gradients_complete(3)), text(made.post_backward(3))] == ["D3", "R3"]
+    assert [text(made.gradients_complete(3)), text(made.post_backward(3))] == ["", "R3 D3"]
 
 
 def test_reentrant_recomputation_gathers_and_is_followed_through_its_own_backward():
@@ -311,7 +338,7 @@ def test_reentrant_recomputation_gathers_and_is_followed_through_its_own_backwar
     assert made.track_call(3) is True
     assert text(made.post_forward(3)) == ""
     assert text(made.pre_backward(3)) == "W3"
-    assert [text(made.gradients_complete(3)), text(made.post_backward(3))] == ["D3", "R3"]
+    assert [text(made.gradients_complete(3)), text(made.post_backward(3))] == ["", "R3 D3"]
     assert text(made.end_backward()) == "D2 D1 D0 R0"
 
 
@@ -350,7 +377,7 @@ def test_an_aborted_backward_releases_everything_and_reduces_nothing():
     assert not made.in_backward
     assert made.end_backward() == []
     assert forward(made)[0] == "G0 W0"
-    assert [line for line in backward(made) if "D" in line] == ["D3", "D2", "D1", "D0"]
+    assert [line for line in backward(made) if "D" in line] == ["R3 D3", "R2 D2", "R1 D1", "D0"]
 
 
 def test_calls_of_an_aborted_pass_are_forgotten():
@@ -359,7 +386,7 @@ def test_calls_of_an_aborted_pass_are_forgotten():
     made.abort()
     forward(made, track=False)
     made.pre_backward(3)
-    assert text(made.gradients_complete(3)) == "D3 R3"
+    assert text(made.gradients_complete(3)) == "R3 D3"
 
 
 def test_a_second_abort_does_nothing():

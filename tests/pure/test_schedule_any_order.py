@@ -43,6 +43,8 @@ class Memory:
                 assert unit in self.gathered, f"{unit} is released without a gather"
                 self.gathered.discard(unit)
                 self.ready.discard(unit)
+            elif action.act is Act.SETTLE:
+                assert unit in self.reduced, f"{unit} is waited for without a reduction"
             else:
                 assert self.units[unit].trainable, f"{unit} has nothing to reduce"
                 self.reduced.append(unit)

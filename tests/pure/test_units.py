@@ -136,6 +136,43 @@ def test_naming_the_class_of_the_model_itself_leaves_one_unit():
     assert find_units(model(root=("a", "b")), ["Net"]) == (("", ("a", "b")),)
 
 
+def sized(width: int, head: str = "Linear", container: str = "", tied: bool = False) -> ModelSpec:
+    """Two blocks of 4 Mi elements, and an embedding and a head of ``width`` Mi elements each."""
+    sizes = {"embed": width << 20, "a": 4 << 20, "b": 4 << 20, "head": width << 20, "norm": 8}
+    modules = (
+        module("wte", "Embedding", "embed", composite=False),
+        module("blocks.0", "Block", "a", container="list"),
+        module("blocks.0.wide", "Linear", "a", composite=False),
+        module("blocks.1", "Block", "b", container="list"),
+        module("lm_head", head, "embed" if tied else "head", container=container, composite=False),
+    )
+    if tied:
+        del sizes["head"]
+    specs = tuple(ParameterSpec(name=n, shape=(s,), dtype="float32", trainable=True) for n, s in sizes.items())
+    aliases = (("lm_head.weight", "embed"),) if tied else ()
+    return ModelSpec(class_name="Net", parameters=specs, modules=modules, aliases=aliases)
+
+
+def test_tables_of_at_least_a_quarter_of_a_block_are_units_in_model_order():
+    cut = (
+        ("", ("norm",)),
+        ("wte", ("embed",)),
+        ("blocks.0", ("a",)),
+        ("blocks.1", ("b",)),
+        ("lm_head", ("head",)),
+    )
+    assert find_units(sized(9)) == find_units(sized(1)) == cut
+    assert find_units(sized(0))[0] == ("", ("embed", "head", "norm"))
+    assert find_units(sized(9), ["Block"])[0] == ("", ("embed", "head", "norm"))
+    # What no forward of its own promises to use stays where it is always gathered.
+    assert find_units(sized(9, "NonDynamicallyQuantizableLinear"))[0] == ("", ("head", "norm"))
+    assert find_units(sized(9, container="list"))[0] == ("", ("head", "norm"))
+
+
+def test_tied_tables_share_the_root():
+    assert find_units(sized(9, tied=True))[0] == ("", ("embed", "norm"))
+
+
 def test_an_empty_list_of_names_means_one_unit():
     spec = model(
         module("blocks.0", "Block", "a", container="list"),

@@ -51,7 +51,7 @@ class FaultyFiles(Files):
         self._at("write", path, lambda: super(FaultyFiles, self).write(path, content))
 
     def write_parts(self, path, tensors):
-        return self._at("tensors", path, lambda: super(FaultyFiles, self).write_parts(path, tensors))
+        self._at("tensors", path, lambda: super(FaultyFiles, self).write_parts(path, tensors))
 
     def settle(self, path):
         return self._at("settle", path, lambda: super(FaultyFiles, self).settle(path))

@@ -1,4 +1,4 @@
-"""Two "machines": network namespaces with an address each, joined by a link of limited bandwidth. They share the disk."""
+"""Two "machines": namespaces with an address, a name and processes each, joined by a slow link. They share the disk."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ NAMES = ("a", "b")
 
 def why_not() -> str:
     """Why this machine cannot play two; empty when it can."""
-    if not sys.platform.startswith("linux") or not shutil.which("ip") or not shutil.which("tc"):
-        return "two machines are played by Linux network namespaces, with the commands ip and tc"
+    if not sys.platform.startswith("linux") or not all(map(shutil.which, ("ip", "tc", "unshare"))):
+        return "two machines are played by Linux namespaces, with the commands ip, tc and unshare"
     try:
-        with two_machines():
-            return ""
+        with two_machines() as machines:
+            code = machines.start(0, ["true"], stderr=subprocess.DEVNULL).wait(20)
+            return "" if code == 0 else "process namespaces are not permitted here"
     except subprocess.CalledProcessError as error:
         return f"network namespaces are not permitted here: {error.stderr.strip()}"
 
@@ -35,8 +36,11 @@ class Machines:
         self.addresses = ["10.231.77.1", "10.231.77.2"]
 
     def start(self, index: int, command: Sequence[str], **options) -> subprocess.Popen:
-        """Run a command there."""
-        return subprocess.Popen(["ip", "netns", "exec", self.names[index], *command], **options)
+        """Run a command there, under a host name that nobody resolves and where no process of the other one is seen."""
+        name = self.names[index]
+        own = ["unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        named = ["sh", "-c", f'echo {name} > /proc/sys/kernel/hostname; exec "$@"', "sh"]
+        return subprocess.Popen(["ip", "netns", "exec", name, *own, *named, *command], **options)
 
     def link(self, index: int, state: str) -> None:
         """Turn a machine's only link "up" or "down"."""

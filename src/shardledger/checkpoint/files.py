@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardledger.checkpoint.direct import naming
-from shardledger.checkpoint.stream import crc32_of_file, write_parts
+from shardledger.checkpoint.stream import crc32_of_file, naming, write_parts
 
 fcntl: Any
 try:
@@ -48,9 +47,9 @@ class Files:
             file.flush()
             os.fsync(file.fileno())
 
-    def write_parts(self, path: Path, parts: Sequence[memoryview]) -> str:
-        """Write a file from the parts it is made of, and return their CRC-32; it reaches the disk with ``settle``."""
-        return write_parts(path, parts)
+    def write_parts(self, path: Path, parts: Sequence[memoryview]) -> None:
+        """Write a file from the parts it is made of; it reaches the disk with ``settle``."""
+        write_parts(path, parts)
 
     def settle(self, path: Path) -> None:
         """Bring a file to the disk."""

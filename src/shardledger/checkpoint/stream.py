@@ -1,23 +1,25 @@
 """Writing safetensors files: straight from the tensors' memory, or one tensor at a time as each is made.
 
-The format is small enough to write in order: eight bytes with the length of the header, the header as JSON, then the
-tensors' bytes without gaps. How they reach the disk is ``direct.py``'s.
+``safetensors`` itself wants all tensors of a file in memory and copies them. The format is small enough to write in order:
+eight bytes with the length of the header, the header as JSON, then the tensors' bytes without gaps.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
-from shardledger.checkpoint.direct import DirectFile
 from shardledger.errors import CheckpointError
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
@@ -41,8 +43,10 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
 }
 """The format's names of dtypes."""
 
-_READ_BYTES = 1 << 20
-"""Read by one call where a checksum is all that is wanted: what was just read is still in the processor's cache."""
+_CHUNK_BYTES = 1 << 20
+"""Written by one call: what was just checked or copied is still in the processor's cache."""
+_EARLY_BYTES = 1 << 23
+"""After so many bytes the disk is told to begin."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,12 @@ def write_safetensors(
         CheckpointError: a tensor is not what was promised, or of a dtype that the format does not have.
     """
     header = _header([(promise.key, promise.shape, promise.dtype) for promise in promises], metadata)
-    # Never into a file that somebody, perhaps a promise, has mapped.
-    with DirectFile(path, len(header) + sum(promise.bytes for promise in promises), exclusive=True) as file:
-        file.write(memoryview(header))
+    with (
+        path.open("xb", buffering=0) as file,
+        naming(path),
+    ):  # never into a file that somebody, perhaps a promise, has mapped
+        out = _Out(file)
+        check = out.write(header, 0)
         for promise in promises:
             tensor = promise.make()
             if tensor.dtype != promise.dtype or tuple(tensor.shape) != promise.shape:
@@ -82,9 +89,10 @@ def write_safetensors(
                     f"{promise.key!r} should be {promise.dtype} {list(promise.shape)}, it is {tensor.dtype} "
                     f"{list(tensor.shape)}."
                 )
-            file.write(memory_of(tensor))
+            check = out.write(memory_of(tensor), check)
             del tensor
-        return file.end(settle=True), _text(file.check)
+        os.fsync(file.fileno())
+        return file.tell(), _text(check)
 
 
 def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[memoryview]:
@@ -97,13 +105,23 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[memoryview]:
     return [memoryview(header), *(memory_of(tensor) for tensor in tensors.values())]
 
 
-def write_parts(path: Path, parts: Sequence[memoryview]) -> str:
-    """Write a file; returns the CRC-32 of what it was given. The file is on the disk only after an fsync."""
-    with DirectFile(path, sum(map(len, parts))) as file:
+def write_parts(path: Path, parts: Iterable[memoryview]) -> None:
+    """Write a file; the disk has begun with all of it when this returns, and has not ended."""
+    with path.open("wb", buffering=0) as file, naming(path):
+        out = _Out(file)
         for part in parts:
-            file.write(part)
-        file.end()
-        return _text(file.check)
+            out.write(part)
+        out.begin()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the system say which file they are about; those of an open one do not by themselves."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def crc32_of(parts: Iterable[bytes | memoryview]) -> str:
@@ -117,7 +135,7 @@ def crc32_of(parts: Iterable[bytes | memoryview]) -> str:
 def crc32_of_file(path: Path) -> tuple[int, str]:
     """Size in bytes and CRC-32 of a file, in one MiB of memory."""
     check, size = 0, 0
-    buffer = memoryview(bytearray(_READ_BYTES))
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             check = zlib.crc32(buffer[:count], check)
@@ -151,6 +169,38 @@ def _header(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the numbers start at a multiple of eight
     return len(text).to_bytes(8, "little") + text
+
+
+@dataclass
+class _Out:
+    """A file that reaches the disk while it is written: what waits for the end waits for the whole of it."""
+
+    file: BinaryIO
+    begun: int = field(default=0)
+    at: int = field(default=0)
+
+    def write(self, content: bytes | memoryview, check: int | None = None) -> int:
+        """Write all of ``content``; goes on with the CRC-32 ``check`` where there is one, and returns it."""
+        rest = memoryview(content)
+        while rest:
+            part = rest[:_CHUNK_BYTES]
+            if check is not None:
+                check = zlib.crc32(part, check)
+            written = 0
+            while written < len(part):  # a nearly full disk takes less than it is given
+                written += self.file.write(part[written:])
+            rest = rest[len(part) :]
+            self.at += len(part)
+            if self.at - self.begun >= _EARLY_BYTES:
+                self.begin()
+        return check or 0
+
+    def begin(self) -> None:
+        """Let the disk begin with what has been written since the last time."""
+        # Advice that pages are not needed makes Linux write them out, at once and in the background.
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.file.fileno(), self.begun, self.at - self.begun, os.POSIX_FADV_DONTNEED)
+        self.begun = self.at
 
 
 def _text(check: int) -> str:

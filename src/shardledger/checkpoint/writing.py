@@ -14,23 +14,26 @@ from shardledger.checkpoint.files import Files
 from shardledger.checkpoint.manifest import BUFFER, Entry, FileRecord, entry_key, tensor_file_name
 from shardledger.checkpoint.port import Held
 from shardledger.checkpoint.shared_folder import await_draft
-from shardledger.checkpoint.stream import memory_of, parts_of
+from shardledger.checkpoint.stream import crc32_of, memory_of, parts_of
 from shardledger.layout.flat import Interval
 from shardledger.layout.portion import Portion
 
-_WRITERS = 4
-"""Threads that write a file each: enough to keep the disk busy while some copy and check."""
+_CHECKERS = 2
+"""Threads that compute checksums: together they keep up with the writing."""
+_SETTLERS = 2
+"""Threads that wait for the disk. While one is told that a file is whole, the disk works on that of the other."""
 
 
 class RankWriter:
-    """Writes files below a draft, a few at once."""
+    """Writes files below a draft. While one is written, those before it are checked and brought to the disk."""
 
     def __init__(self, files: Files, draft: Path, rank: int) -> None:
         self._files = files
         self._draft = draft
         self._rank = rank
         self._records: list[_Written] = []
-        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="shardledger-write")
+        self._checkers = ThreadPoolExecutor(_CHECKERS, thread_name_prefix="shardledger-check")
+        self._settler = ThreadPoolExecutor(_SETTLERS, thread_name_prefix="shardledger-fsync")
 
     def open(self) -> None:
         """Make this rank's folder.
@@ -64,15 +67,12 @@ class RankWriter:
     def close(self) -> list[FileRecord]:
         """Wait until everything is on the disk; returns what was written."""
         try:
-            records = [
-                FileRecord(name=item.name, bytes=item.bytes, crc32=item.written.result(), entries=item.entries)
-                for item in self._records
-            ]
-            # Only now: the first fsync brings the file system's notes on all of these files to the disk at once, and no
-            # write had to wait for that.
-            settled = [self._writers.submit(self._files.settle, self._draft / record.name) for record in records]
-            for future in settled:
-                future.result()
+            records = []
+            for item in self._records:
+                item.settled.result()
+                records.append(
+                    FileRecord(name=item.name, bytes=item.bytes, crc32=item.check.result(), entries=item.entries)
+                )
             self._files.sync_folder(self._folder)
         finally:
             self.cancel()
@@ -80,7 +80,8 @@ class RankWriter:
 
     def cancel(self) -> None:
         """End the threads; after an error, what they have not begun is dropped."""
-        self._writers.shutdown(cancel_futures=True)
+        self._checkers.shutdown(cancel_futures=True)
+        self._settler.shutdown(cancel_futures=True)
 
     @property
     def _folder(self) -> Path:
@@ -92,12 +93,17 @@ class RankWriter:
         self._write(name, tuple(records) if entries else (), parts_of(tensors))
 
     def _write(self, name: str, entries: tuple[Entry, ...], parts: list[memoryview]) -> None:
-        """Begin to write a file, as soon as not too many are under way."""
-        if len(self._records) >= _WRITERS:
-            # Tensors that came from a device are freed when they are written, and an error ends the save now.
-            self._records[-_WRITERS].written.result()
-        written = self._writers.submit(self._files.write_parts, self._draft / name, parts)
-        self._records.append(_Written(name, entries, sum(map(len, parts)), written))
+        """Write a file while its checksum is computed, and have it brought to the disk."""
+        for item in self._records[:-_CHECKERS]:
+            item.check.result()  # tensors that came from a device are freed when they have been checked
+        for item in self._records:
+            if item.settled.done():
+                item.settled.result()  # an error of the disk ends the save now, not after gigabytes more
+        path = self._draft / name
+        check = self._checkers.submit(crc32_of, parts)
+        self._files.write_parts(path, parts)
+        settled = self._settler.submit(self._files.settle, path)
+        self._records.append(_Written(name, entries, sum(map(len, parts)), check, settled))
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,8 @@ class _Written:
     name: str
     entries: tuple[Entry, ...]
     bytes: int
-    written: Future[str]
+    check: Future[str]
+    settled: Future[None]
 
 
 def on_disk(tensor: torch.Tensor) -> torch.Tensor:

@@ -314,7 +314,8 @@ class ShardledgerSection(RanksSection, StepSection):
 
     units: tuple[str, ...] | None = Field(
         None,
-        description="class names of the modules that are gathered and reduced as one; not given: the repeated blocks",
+        description="class names of the modules that are gathered and reduced as one; not given: the repeated blocks, and "
+        "large embeddings and heads outside them",
         json_schema_extra=_PLAN,
     )
     activation_checkpointing: Flag = Field(

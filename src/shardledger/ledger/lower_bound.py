@@ -9,7 +9,7 @@ from itertools import groupby
 from shardledger.layout.build import Layout
 from shardledger.layout.flat import FlatLayout
 from shardledger.ledger.offload import choice_of
-from shardledger.ledger.predict import OptimizerBytes, state_bytes
+from shardledger.ledger.predict import OptimizerBytes, drops_sum, gradient_bytes, state_bytes
 from shardledger.ledger.row import Row
 from shardledger.ledger.traffic import Wire, sent_bytes
 from shardledger.plan.plan import Plan
@@ -22,8 +22,9 @@ _STATES = ("params", "grads", "master", "optimizer")
 def at_least(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int, *, one_memory: bool = True) -> Row:
     """A row that no run of the plan stays under; activations, buffers and temporaries are left out (0).
 
-    From the second step on all states exist while a unit runs, and at the end of its backward pass its full weights and
-    full gradients do too, where they are sharded. ``one_memory``: ranks compute in host memory, so that what rests there
+    From the second step on all states exist at the step. While a unit runs they do too, but for sums of sharded gradients
+    before the first reduction of a window; at the end of its backward pass its full weights and full gradients exist
+    besides, where they are sharded. ``one_memory``: ranks compute in host memory, so that what rests there
     counts.
     """
     states = state_bytes(plan, layout, optimizer, rank, one_memory=one_memory)
@@ -32,6 +33,11 @@ def at_least(plan: Plan, layout: Layout, optimizer: OptimizerBytes, rank: int, *
         transient = sum(_transient(plan, flat) for flat in flats)
         if transient > largest:
             largest, label = transient, plan.units[unit].label
+    dropped = 0
+    if plan.step.accumulation == 1:
+        sums = (flat for flat in layout.flats if drops_sum(plan, flat, one_memory=one_memory))
+        dropped = sum(gradient_bytes(plan, flat).reduced for flat in sums)
+    largest = max(0, largest - dropped)
     return Row(
         stage=plan.stage,
         unit_stages=(),

@@ -42,7 +42,7 @@ def state_bytes(
     * params: full flats in the compute dtype; a shard where PARAM is sharded. fp32 masters of a sharded trainable flat
       are its only copy and count as params when the weights are fp32 themselves, else as master.
     * grads: the reduced sum in the accumulation dtype (a shard when OPTIM is sharded), plus the local gradient where
-      GRAD is not sharded and they cannot share memory.
+      GRAD is not sharded and they cannot share memory. See ``drops_sum`` for when sums are not there.
     * master: fp32 masters, where the weights have another dtype, or are kept apart from them.
     * optimizer: every parameter piece that has had a gradient.
 
@@ -130,6 +130,11 @@ def gradient_bytes(plan: Plan, flat: FlatLayout) -> GradientBytes:
         return GradientBytes(0, reduced, shared=False)
     same = wide or plan.precision.accumulate == plan.precision.local_accumulate
     return GradientBytes(flat.padded_numel * local, reduced, shared=same)
+
+
+def drops_sum(plan: Plan, flat: FlatLayout, *, one_memory: bool) -> bool:
+    """Whether a flat's sum is in memory only from the first reduction of a window to the step."""
+    return not one_memory and flat.trainable and flat.grad_sharded and plan.offload.optimizer is Home.DEVICE
 
 
 def master_bytes(flat: FlatLayout) -> int:

@@ -12,7 +12,7 @@ from shardledger.plan.offload import build_offload
 from shardledger.plan.plan import Communication, LossScale, Plan, Precision, Reporting, StepRule, UnitPlan
 from shardledger.plan.roles import STAGE_ROLES, Role
 from shardledger.plan.spec import REAL_FLOATS, ModelSpec
-from shardledger.plan.units import ROOT, find_units, leaf_paths
+from shardledger.plan.units import ROOT, find_units, large_tables, leaf_paths
 
 ALIGNMENT = 8
 """Elements: 16 bytes of bf16, the width NCCL copies at full speed."""
@@ -39,7 +39,9 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
     zero = config.zero_optimization
     sharded = STAGE_ROLES[zero.stage]
     leaves = leaf_paths(model, zero.leaf_module)
-    units = _units(config, find_units(model, config.shardledger.units, leaves))
+    found = find_units(model, config.shardledger.units, leaves)
+    tables = _tables(config, model, found)
+    units = _units(config, found, tables)
     precision = _precision(config, sharded)
     # Found at every stage, so that one configuration lays parameters out alike, and computes the same bits, at all.
     persistent = _persistent(config, model)
@@ -53,7 +55,7 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
         alignment=REPRODUCIBLE_ALIGNMENT if config.shardledger.reproducible else ALIGNMENT,
         reproducible=config.shardledger.reproducible,
         precision=precision,
-        communication=_communication(config, model, units),
+        communication=_communication(config, model, units, tables),
         step=StepRule(
             micro_batch=config.train_micro_batch_size_per_gpu,
             accumulation=config.gradient_accumulation_steps,
@@ -65,12 +67,22 @@ def build_plan(config: Config, model: ModelSpec, *, world: int) -> Plan:
         ),
         reporting=Reporting(every=config.steps_per_print, breakdown=config.wall_clock_breakdown),
         offload=build_offload(config, model),
-        reasons=_reasons(config, model, units, persistent),
+        reasons=_reasons(config, model, units, tables, persistent),
     )
 
 
-def _units(config: Config, found: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[UnitPlan, ...]:
+def _tables(config: Config, model: ModelSpec, found: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[str, ...]:
+    """Paths of the tables outside the blocks that became units without having been named."""
+    if config.shardledger.units is not None:
+        return ()
+    large = large_tables(model)
+    return tuple(path for path, _ in found if path in large)
+
+
+def _units(config: Config, found: Sequence[tuple[str, tuple[str, ...]]], tables: Sequence[str]) -> tuple[UnitPlan, ...]:
     """Units with what each shards and whether it is recomputed: all alike, unless the configuration names some.
+
+    ``tables`` are never recomputed: all that a matrix product or a look-up keeps is its inputs.
 
     Raises:
         PlanError: ``shardledger.unit_stages`` or ``recomputed_units`` names a unit that the model does not have.
@@ -87,7 +99,7 @@ def _units(config: Config, found: Sequence[tuple[str, tuple[str, ...]]]) -> tupl
         replace(
             unit,
             sharded=STAGE_ROLES[lowered[unit.label]] if unit.label in lowered else unit.sharded,
-            recompute=unit.label in recomputed,
+            recompute=unit.label in recomputed and unit.path not in tables,
         )
         for unit in plans
     )
@@ -152,10 +164,13 @@ def _persistent(config: Config, model: ModelSpec) -> frozenset[str]:
     return frozenset(kept)
 
 
-def _communication(config: Config, model: ModelSpec, units: tuple[UnitPlan, ...]) -> Communication:
+def _communication(
+    config: Config, model: ModelSpec, units: tuple[UnitPlan, ...], tables: Sequence[str]
+) -> Communication:
     zero = config.zero_optimization
     numel = {p.name: p.numel for p in model.parameters}
-    largest = max(sum(numel[name] for name in unit.parameters) for unit in units)
+    # Tables are reduced in buckets as large as a block, so that what stages them sets no peak of its own.
+    largest = max(sum(numel[name] for name in unit.parameters) for unit in units if unit.path not in tables)
     bucket = zero.reduce_bucket_size
     return Communication(
         reduce_bucket_numel=max(1, min(bucket, largest) if bucket is not None else largest),
@@ -169,15 +184,24 @@ def _communication(config: Config, model: ModelSpec, units: tuple[UnitPlan, ...]
 
 
 def _reasons(
-    config: Config, model: ModelSpec, units: tuple[UnitPlan, ...], persistent: frozenset[str]
+    config: Config, model: ModelSpec, units: tuple[UnitPlan, ...], tables: Sequence[str], persistent: frozenset[str]
 ) -> tuple[str, ...]:
     reasons = list(config.resolutions)
-    blocks = len(units) - 1
+    blocks = len(units) - 1 - len(tables)
     reasons.append(
         f"{model.class_name}: {model.numel:,} parameters in {blocks} repeated block(s) and the root unit"
         if blocks
         else f"{model.class_name}: {model.numel:,} parameters in one unit (no repeated blocks; name some in shardledger.units)"
     )
+    if tables:
+        numel = {p.name: p.numel for p in model.parameters}
+        sizes = ", ".join(
+            f"{unit.path} ({sum(numel[name] for name in unit.parameters):,})" for unit in units if unit.path in tables
+        )
+        reasons.append(
+            f"tables outside the blocks, large beside one: {sizes}; each is a unit, gathered only while it is at work "
+            f"(shardledger.units with the class of the blocks alone puts them into the root unit)"
+        )
     other = sorted({p.dtype for p in model.parameters} & REAL_FLOATS - {_DTYPES[config.precision]})
     if other:
         reasons.append(f"parameters of dtype {', '.join(other)} are trained in {config.precision}, as the config says")

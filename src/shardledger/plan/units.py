@@ -1,6 +1,7 @@
 """Which parameters are gathered and reduced together.
 
-A unit is, as a rule, one of the repeated blocks of the model. What belongs to no block, or to several, is the root unit.
+A unit is, as a rule, one of the repeated blocks of the model, or a large table outside them. What belongs to no unit, or to
+several, is the root unit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from shardledger.plan.spec import ModelSpec, ModuleSpec
 ROOT = ""
 """Path of the root unit."""
 
+LEAST_TABLE_NUMEL = 1 << 20
+"""Elements below which a collective of its own costs more in latency than the table costs in memory: gloo is at full speed
+from 1 MiB a message on."""
+
 
 def find_units(
     model: ModelSpec, class_names: Sequence[str] | None = None, leaves: Collection[str] = ()
@@ -24,13 +29,16 @@ def find_units(
 
     Args:
         model: the model's description.
-        class_names: names of the module classes that become units; ``None`` finds the repeated blocks.
+        class_names: names of the module classes that become units; ``None`` finds the repeated blocks and large tables.
         leaves: paths of modules that are never cut: each is one unit, or part of the block that it lies in.
 
     Raises:
         PlanError: a class name that no module has.
     """
     chosen = _named_blocks(model, class_names) if class_names is not None else _repeated_blocks(model)
+    if class_names is None:
+        paths = {block.path for block in chosen} | set(large_tables(model))
+        chosen = [module for module in model.modules if module.path in paths]
     if leaves:
         paths = {block.path for block in chosen} | set(leaves)
         chosen = [] if ROOT in leaves else _outermost([m for m in model.modules if m.path in paths and m.parameters])
@@ -51,6 +59,36 @@ def find_units(
     in_blocks = {name for _, names in blocks for name in names}
     rest = tuple(p.name for p in model.parameters if p.name not in in_blocks)
     return ((ROOT, rest), *blocks)
+
+
+def large_tables(model: ModelSpec) -> tuple[str, ...]:
+    """Paths of embeddings and heads outside the repeated blocks with at least a quarter of the largest block's elements.
+
+    In model order. In the root unit they would be gathered from the start of a pass to its end, which sets the peak where
+    ranks are many. Tied ones are found too; ``find_units`` leaves them to the root, which is where modules share a weight.
+    See docs/decisions/0033.
+    """
+    numel = {p.name: p.numel for p in model.parameters}
+    sizes = {module.path: sum(numel[name] for name in module.parameters) for module in model.modules}
+    blocks = _repeated_blocks(model)
+    if not blocks:
+        return ()
+    least = max(LEAST_TABLE_NUMEL, max(sizes[block.path] for block in blocks) // 4)
+    inside = tuple(f"{block.path}." for block in blocks)
+    taken = {block.path for block in blocks}
+    return tuple(
+        m.path
+        for m in model.modules
+        if _is_table(m) and sizes[m.path] >= least and m.path not in taken and not m.path.startswith(inside)
+    )
+
+
+def _is_table(module: ModuleSpec) -> bool:
+    """Whether it is one matrix, which its own forward multiplies or looks up; a list promises no call of each child."""
+    named = module.class_name.endswith("Embedding") or module.class_name.endswith("Linear")
+    if module.class_name == "NonDynamicallyQuantizableLinear":
+        return False  # torch.nn.MultiheadAttention uses its weight without calling it
+    return named and module.container != "list" and not module.composite and module.path != ROOT
 
 
 def leaf_paths(model: ModelSpec, asked: LeafModuleSection | None) -> tuple[str, ...]:

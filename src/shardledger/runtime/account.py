@@ -14,7 +14,7 @@ from shardledger.ledger.row import Row
 from shardledger.plan.plan import Plan
 from shardledger.runtime.activations import ActivationMeter
 from shardledger.runtime.assemble import Parts, weights_of
-from shardledger.runtime.census import pending_bytes, state_census, transient_bytes
+from shardledger.runtime.census import dropped_bytes, pending_bytes, state_census, transient_bytes
 from shardledger.runtime.out_of_memory import Shortage, asked_bytes
 from shardledger.telemetry.memory import MemoryMeter
 
@@ -90,6 +90,7 @@ class Account:
             "communication": parts.executor.peak_transient_bytes + staging_bytes(parts),
             "framework": self.meter.baseline_bytes,
         }
+        known["grads"] += dropped_bytes(parts.units)  # held from the first reduction to the step
         total = self.meter.peak_bytes()
         known["temporary"] = max(0, total - sum(known.values()))
         measured: dict[str, int | None] = {category: known[category] for category in CATEGORIES}

@@ -28,6 +28,7 @@ from shardledger.runtime.step import Stepper
 from shardledger.runtime.unit import Unit
 from shardledger.runtime.watch import Watch
 from shardledger.transport import Transport
+from shardledger.transport.heap import give_memory_back
 
 
 @dataclass(eq=False)
@@ -204,19 +205,17 @@ def assemble(site: Site) -> Parts:
         )
     )
     rule = GradientRule(
-        dtype_of(plan.precision.accumulate), dtype_of(plan.precision.local_accumulate), plan.reproducible
+        dtype_of(plan.precision.accumulate),
+        dtype_of(plan.precision.local_accumulate),
+        plan.reproducible,
+        drops_sums=not site.one_memory,
     )
     for unit in units:
-        for flat in unit.flats:
-            if flat.layout.trainable:
-                unit.gradients.append(
-                    FlatGradients(
-                        flat,
-                        rule=rule,
-                        mode=parts[0].mode,
-                        listener=hooks,
-                    )
-                )
+        trainable = [flat for flat in unit.flats if flat.layout.trainable]
+        largest = max(trainable, key=lambda flat: flat.layout.numel, default=None)
+        for flat in trainable:
+            gradients = FlatGradients(flat, rule, parts[0].mode, listener=hooks, leads=flat is largest)
+            unit.gradients.append(gradients)
     parts[0].leaves = _leaves(units, plan)
     return parts[0]
 
@@ -251,6 +250,7 @@ def _let_go(parts: Parts) -> None:
         unit.flats.clear()
     if parts.offload is not None:
         parts.offload.close()
+    give_memory_back()
 
 
 def weights_of(units: Sequence[Unit]) -> list[torch.Tensor]:

@@ -20,6 +20,9 @@ from shardledger.transport import Work
 BUCKET_NUMEL = 3 << 20
 """Elements of masters in a bucket, at least: a call of an optimizer costs 0.2 ms, an element of AdamW about 2 ns."""
 
+MOST_BUCKETS = 8
+"""More hide hardly more: what cannot overlap is one bucket's gather, an eighth of all."""
+
 BY_ELEMENT = frozenset(
     {
         torch.optim.Adadelta,
@@ -52,12 +55,14 @@ class BucketStep:
         self._optimizer = optimizer
         self._narrowing = Narrowing(optimizer)
         buckets: list[list[tuple[FlatParameters, str, list[Piece]]]] = [[]]
+        trained = [flat.layout.shard_numel for unit in units for flat in unit.flats if flat.layout.trainable]
+        least = max(BUCKET_NUMEL, -(-sum(trained) // MOST_BUCKETS))
         filled = 0
         for unit in units:
             for flat in unit.flats:
                 if not flat.layout.trainable:
                     continue
-                if filled >= BUCKET_NUMEL:
+                if filled >= least:
                     buckets.append([])
                     filled = 0
                 buckets[-1].append((flat, unit.label, of.get(id(flat), [])))

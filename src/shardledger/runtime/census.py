@@ -32,7 +32,7 @@ def state_census(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> dic
                     (wide if apart else same).append(tensor)
     return {
         "params": full + count(same),
-        "grads": count(t for u in units for g in u.gradients for t in (g.local, g.reduced) if t is not None),
+        "grads": count(t for u in units for g in u.gradients for t in (g.local, g.held_sum) if t is not None),
         "master": count(wide),
         "optimizer": count(
             t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)
@@ -44,6 +44,11 @@ def transient_bytes(units: Sequence[Unit]) -> int:
     """Bytes of gathered parameters and unreduced gradients alive now, beside the states."""
     gathered = sum(f.full.untyped_storage().nbytes() for u in units for f in u.flats if f.layout.param_sharded)
     return gathered + pending_bytes(units)
+
+
+def dropped_bytes(units: Sequence[Unit]) -> int:
+    """Bytes of sums of gradients that are not in memory now, between the step and the next reduction."""
+    return sum(g.dropped_bytes for u in units for g in u.gradients)
 
 
 def pending_bytes(units: Sequence[Unit]) -> int:

@@ -23,6 +23,7 @@ from shardledger.ledger import STATE_CATEGORIES, OptimizerBytes
 from shardledger.plan.plan import Plan
 from shardledger.plan.roles import Role
 from shardledger.runtime.assemble import Parts, assemble
+from shardledger.runtime.census import dropped_bytes
 from shardledger.runtime.engine import Engine
 from shardledger.runtime.observe import Observer
 from shardledger.runtime.optimizer import (
@@ -155,6 +156,7 @@ def _rehearse(rehearsal: Rehearsal, model: nn.Module, meter: LiveBytes) -> DryRu
     extra = _step_counters(engine)
     rest["optimizer"] += extra
     account = {category: rest[category] for category in STATE_CATEGORIES}
+    account["grads"] += dropped_bytes(engine._live().units)
     account["activations"] = engine._account.activations.peak_bytes
     account["communication"] = engine._live().executor.peak_transient_bytes
     return DryRun(
@@ -170,7 +172,8 @@ def _rehearse(rehearsal: Rehearsal, model: nn.Module, meter: LiveBytes) -> DryRu
 
 def _engine(rehearsal: Rehearsal, plan: Plan, model: nn.Module) -> Engine:
     transport = dry_transport(rehearsal.rank, plan.world, rehearsal.device, plan.communication.wire)
-    parts = assemble(Site(model, plan, rehearsal.layout, transport, torch.device("cpu")))
+    here = torch.device("cpu")
+    parts = assemble(Site(model, plan, rehearsal.layout, transport, here, stands_for=rehearsal.device))
     whole = needs_whole_parameters(recipe_class(rehearsal.recipe)) or _too_many_pieces(plan)
     pieces = make_pieces(parts.units, whole=whole)
     optimizer = build_optimizer(rehearsal.recipe, rehearsal.groups, pieces)

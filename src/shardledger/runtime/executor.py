@@ -20,8 +20,9 @@ from shardledger.runtime.states import GradState, ParamState
 from shardledger.runtime.unit import Unit
 from shardledger.transport import ReduceHow, Transport, Work
 
-_REDUCTIONS_IN_FLIGHT = 2
-"""Each holds a full gradient of its flat and a receive buffer, so more would raise the peak for little overlap."""
+_KEPT_IN_FLIGHT = 2
+"""Reductions at once of gradients that stay in place: each has a receive buffer. Of those that do not stay, only one unit's
+are under way: each holds a full gradient too, beside the one that backward is filling."""
 
 
 @dataclass
@@ -67,6 +68,8 @@ class Executor:
                 self._wait(unit)
             elif action.act is Act.GATHER:
                 self._gather(unit)
+            elif action.act is Act.SETTLE:
+                self.finish_reductions()
             elif action.act is Act.RELEASE:
                 edited = None if after_failure else self._edited(unit)
                 self._release(unit)
@@ -77,10 +80,14 @@ class Executor:
                     if self.boundary or not gradients.keeps_local:
                         self._reduce(gradients, unit.label)
 
-    def settle_reductions(self) -> None:
-        """Wait for every reduction under way, and for the replication of reduced gradients that follows at stage 0."""
+    def finish_reductions(self) -> None:
+        """Wait for every reduction under way; what follows one (replication, a way to the host) goes on."""
         while self._reductions:
             self._finish_reduction()
+
+    def settle_reductions(self) -> None:
+        """Wait for every reduction under way, and for the replication of reduced gradients that follows at stage 0."""
+        self.finish_reductions()
         for work in self._replications:
             work.wait()
         self._replications.clear()
@@ -189,7 +196,7 @@ class Executor:
                 flat.interval_of(flat.full).copy_(flat.shard)
             works.append(self._transport.all_gather(flat.full, unit.label))
         self._gathers[unit.index] = works
-        self._measure()
+        self.measure()
 
     def _wait(self, unit: Unit) -> None:
         if unit.state is ParamState.FULL:
@@ -227,12 +234,12 @@ class Executor:
         )
 
     def _reduce(self, gradients: FlatGradients, label: str) -> None:
-        while len(self._reductions) >= _REDUCTIONS_IN_FLIGHT:
+        while self._reductions and self._crowded(gradients):
             self._finish_reduction()
         if any(r.gradients is gradients for r in self._reductions):
             self.settle_reductions()
         local = gradients.ready_to_reduce()
-        self._measure()
+        self.measure()
         target, accumulate = gradients.target()
         wide = local.dtype not in (torch.float32, torch.bfloat16, torch.float16)
         how = ReduceHow(
@@ -246,6 +253,12 @@ class Executor:
         if not self._plan.communication.overlap:
             self.settle_reductions()
 
+    def _crowded(self, next_one: FlatGradients) -> bool:
+        """Whether the oldest reduction must end before ``next_one`` is reduced."""
+        if next_one.keeps_local:
+            return len(self._reductions) >= _KEPT_IN_FLIGHT
+        return self._reductions[0].gradients.flat.layout.unit != next_one.flat.layout.unit
+
     def _finish_reduction(self) -> None:
         reduction = self._reductions.popleft()
         reduction.work.wait()
@@ -254,6 +267,7 @@ class Executor:
         if not gradients.flat.layout.optim_sharded and gradients.partial is None:
             self._replications.append(self._transport.all_gather(gradients.reduced, reduction.label))
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
+        """Note what is gathered and unreduced now."""
         if self.measuring:
             self.peak_transient_bytes = max(self.peak_transient_bytes, transient_bytes(self.units))

@@ -3,7 +3,9 @@
 local     1-D [padded_numel]  gradients of this rank that no other rank has seen. Where GRAD is sharded it lives from
                               the first gradient of a backward pass to its reduction; elsewhere always.
 reduced   1-D                 sums over ranks and micro-batches, not yet divided: a shard, or all of it when OPTIM is
-                              not sharded. Part of the memory of ``local`` where dtype and sharding allow.
+                              not sharded. Part of the memory of ``local`` where dtype and sharding allow. Where GRAD is
+                              sharded and the device has memory of its own, it lives from the first reduction of a window
+                              to the step.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from shardledger.layout.flat import FlatLayout
+from shardledger.runtime.gradient_buffers import BEGUN, Due, Sum, is_unshared
 from shardledger.runtime.held import StandIns
 from shardledger.runtime.parameters import FlatParameters
 from shardledger.runtime.states import GradState, move
@@ -31,6 +34,12 @@ class GradientListener(Protocol):
 
     def flat_busy(self) -> None:
         """A gradient arrived while the flat's previous ones are being reduced: that reduction must end first."""
+
+    def room_wanted(self) -> None:
+        """A buffer as large as a gathered unit is about to be taken: reductions under way hold as much."""
+
+    def flat_begun(self, unit: int) -> None:
+        """A good part of the gradients of ``unit`` has come; told once a backward pass."""
 
     def flat_complete(self, unit: int) -> None:
         """Every parameter of one flat of ``unit`` has a gradient; told once a backward pass and flat."""
@@ -48,6 +57,8 @@ class GradientMode:
     """The way to host memory, for sums that rest there."""
     copies: list[Copy] = field(default_factory=list)
     """Sums on that way, in order."""
+    made: Callable[[torch.Tensor], None] | None = None
+    """Who is shown the buffer of each sum when it is made: a counter of live bytes."""
 
     def settle(self) -> None:
         """Wait until every sum has come to its home."""
@@ -64,6 +75,8 @@ class GradientRule:
     local_accumulate: torch.dtype
     tree: bool
     """Add micro-batches as a tree (reproducible mode)."""
+    drops_sums: bool = False
+    """Whether sums of sharded gradients are let go of after a step."""
 
 
 class FlatGradients:
@@ -75,7 +88,10 @@ class FlatGradients:
         rule: GradientRule,
         mode: GradientMode,
         listener: GradientListener,
+        *,
+        leads: bool = True,
     ) -> None:
+        """``leads``: the largest flat of its unit, whose gradients tell how far the unit is."""
         self.flat = flat
         self.state = GradState.EMPTY
         narrow = flat.master_dtype == torch.float32
@@ -89,12 +105,12 @@ class FlatGradients:
         self._mode = mode
         self._kept = self._empty(local_dtype) if self.keeps_local else None
         self.local: torch.Tensor | None = self._kept
-        self.reduced = self._make_reduced(rule.accumulate if narrow else flat.master_dtype, local_dtype)
+        self._sum = self._make_sum(rule.accumulate if narrow else flat.master_dtype, local_dtype, rule.drops_sums)
         self.present = [False] * len(flat.parameters)
         """Which parameters have had a gradient on this rank since the last step."""
         self._round = [False] * len(flat.parameters)
         """Which have one in the current ``local``."""
-        self._left = len(flat.parameters)
+        self._due = Due(len(flat.parameters), flat.layout.numel // BEGUN if leads else 0)
         self._places = _Places.of(flat.layout)
         self._stand_ins = StandIns(flat.parameters, [slot.name for slot in flat.layout.slots])
         self._stand_ins.hide()  # what the model brings along is not of this engine's window
@@ -106,7 +122,22 @@ class FlatGradients:
     @property
     def accumulate(self) -> torch.dtype:
         """Dtype of ``reduced``."""
-        return self.reduced.dtype
+        return self._sum.dtype
+
+    @property
+    def reduced(self) -> torch.Tensor:
+        """The sum over ranks; means something while ``has_sum``."""
+        return self._sum.tensor(self._mode.made)
+
+    @property
+    def held_sum(self) -> torch.Tensor | None:
+        """``reduced``, where it is in memory now."""
+        return self._sum.held
+
+    @property
+    def dropped_bytes(self) -> int:
+        """What ``reduced`` will take again from the next reduction to the step; 0 where it is in memory."""
+        return 0 if self._sum.held is not None else self._sum.numel * self._sum.dtype.itemsize
 
     @property
     def keeps_local(self) -> bool:
@@ -137,11 +168,12 @@ class FlatGradients:
             EngineStateError: see ``refuse_changes``.
         """
         self.refuse_changes()
-        self._left = len(self.flat.parameters)
+        self._due.begin()
         self._stand_ins.hide()
 
     def end_backward(self) -> None:
         """A backward pass is over: whoever looks at ``p.grad`` learns where the gradient is."""
+        self._place()
         self._stand_ins.show(self.present)
 
     def refuse_changes(self) -> None:
@@ -153,7 +185,8 @@ class FlatGradients:
         self._stand_ins.refuse_changes()
 
     def ready_to_reduce(self) -> torch.Tensor:
-        """The local gradients, complete: zeros where none came. Creates both buffers when they are missing."""
+        """The local gradients, complete: zeros where none came. Creates their buffer when it is missing."""
+        self._place()
         self._ensure_local()
         local = self.local
         assert local is not None
@@ -255,12 +288,15 @@ class FlatGradients:
         self._mode.settle()
         self._move(GradState.EMPTY)
         self.has_sum = False
+        if self._sum.drops:
+            self._sum.held = None
         if self.partial is not None:
             self.partial = TreeSum()
         self.probe = None
         self.present = [False] * len(self.present)
         self._round = [False] * len(self._round)
         self.local = self._kept
+        self._due.early.clear()
         self._stand_ins.hide()
 
     def reset(self) -> None:
@@ -273,15 +309,18 @@ class FlatGradients:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._due.early.clear()
         self._stand_ins.hide()
         self._kept = self.local = self.probe = self.partial = None
-        self.reduced = self.reduced.new_empty(0)
+        self._sum = Sum(0, self._sum.dtype, self._sum.device, drops=True)
         self._stand_ins.forget()
 
     def _hook(self, index: int, listener: GradientListener) -> Callable[[nn.Parameter], None]:
         """Moves one fresh gradient into the flat. It runs for every parameter, so it looks up as little as it can."""
         size, stride, start = self._places.strided[index]
-        mode, unit = self._mode, self.flat.layout.unit
+        due, kept, layout = self._due, self._kept, self.flat.layout
+        unit, numel, gathered = layout.unit, layout.slots[index].numel, layout.param_sharded
+        own = None if kept is None else kept.as_strided(size, stride, start)
 
         def accumulated(parameter: nn.Parameter) -> None:
             fresh = parameter.grad
@@ -291,25 +330,59 @@ class FlatGradients:
             listener.gradient_arrived()
             if self.state is GradState.REDUCING:
                 listener.flat_busy()
-            if self.local is None:
-                self._ensure_local()
             if self.state is not GradState.PENDING:
                 self._move(GradState.PENDING)
-            assert self.local is not None
-            target = self.local.as_strided(size, stride, start)
-            if self._round[index]:
-                if not mode.mute:
-                    target.add_(fresh)
-            elif mode.mute:
-                target.zero_()
+            begun = due.count(numel)
+            if self.local is kept and own is not None:
+                self._take(index, fresh, own)
             else:
-                target.copy_(fresh)
-            self._round[index] = self.present[index] = True
-            self._left -= 1
-            if self._left == 0:
+                due.early.append((index, fresh))
+                if self.local is not None or due.missing <= 0 or due.parameters == 0:
+                    if begun and gathered:
+                        listener.room_wanted()
+                    self._place()
+            del fresh  # freed when it has been copied, before the next unit's weights take memory
+            if begun:
+                listener.flat_begun(unit)
+            self.present[index] = True
+            if due.parameters == 0:
                 listener.flat_complete(unit)
 
         return accumulated
+
+    def _place(self) -> None:
+        """Take the flat's buffer, and copy what has come to its place in it."""
+        early = self._due.early
+        if not early:
+            return
+        if self.local is None and self._is_whole(early[0][1]):
+            index, fresh = early.pop()
+            self.local, self._round[index] = fresh.view(-1), True
+            return
+        self._ensure_local()
+        assert self.local is not None
+        for index, fresh in early:
+            self._take(index, fresh, self.local.as_strided(*self._places.strided[index]))
+        early.clear()
+
+    def _take(self, index: int, fresh: torch.Tensor, target: torch.Tensor) -> None:
+        if self._round[index]:
+            if not self._mode.mute:
+                target.add_(fresh)
+            return
+        if self._mode.mute:
+            target.zero_()
+        else:
+            target.copy_(fresh)
+        self._round[index] = True
+
+    def _is_whole(self, fresh: torch.Tensor) -> bool:
+        """Whether a gradient is all of its flat, and nobody else's: it becomes the buffer (a table's would be there twice)."""
+        if len(self.flat.layout.slots) > 1 or fresh.numel() != self.flat.layout.padded_numel or self._mode.mute:
+            return False
+        storage = fresh.untyped_storage()
+        alone = fresh.is_contiguous() and storage.nbytes() == fresh.nbytes and is_unshared(storage)
+        return alone and fresh.dtype == (self.accumulate if self._mode.widen else self.flat.dtype)
 
     def _ensure_local(self) -> None:
         if self.local is None:
@@ -318,13 +391,19 @@ class FlatGradients:
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(self.flat.layout.padded_numel, dtype=dtype, device=self.flat.device)
 
-    def _make_reduced(self, accumulate: torch.dtype, local_dtype: torch.dtype) -> torch.Tensor:
-        layout = self.flat.layout
-        if self._kept is not None and accumulate == local_dtype:
-            return self.flat.interval_of(self._kept) if layout.optim_sharded else self._kept
+    def _make_sum(self, accumulate: torch.dtype, local_dtype: torch.dtype, drops: bool) -> Sum:
+        layout, device = self.flat.layout, self.flat.device
         numel = layout.shard_numel if layout.optim_sharded else layout.padded_numel
-        away = self.flat.homes.moved and self._mode.link is not None and layout.optim_sharded and self.partial is None
-        return torch.empty(numel, dtype=accumulate, device="cpu" if away else self.flat.device)
+        if self._kept is not None and accumulate == local_dtype:
+            part = self.flat.interval_of(self._kept) if layout.optim_sharded else self._kept
+            return Sum(numel, accumulate, device, drops=False, held=part)
+        moved = self.flat.homes.moved
+        away = moved and self._mode.link is not None and layout.optim_sharded and self.partial is None
+        drops = drops and layout.grad_sharded and not moved
+        kept = Sum(numel, accumulate, torch.device("cpu") if away else device, drops)
+        if not kept.drops:
+            kept.tensor(None)
+        return kept
 
     def _move(self, to: GradState) -> None:
         move(self.state, to, self.flat.layout.slots[0].name, self.flat.rank)

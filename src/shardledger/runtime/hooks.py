@@ -79,6 +79,15 @@ class Hooks:
         """A gradient arrived while the flat's previous ones are being reduced: that reduction must end first."""
         self._executor.settle_reductions()
 
+    def room_wanted(self) -> None:
+        """A flat takes a buffer for its gradients: what is being reduced must end first."""
+        self._executor.finish_reductions()
+
+    def flat_begun(self, unit: int) -> None:
+        """A good part of the gradients of a unit has come."""
+        self._executor.measure()
+        self._perform(self._schedule.gradients_begun(unit))
+
     def flat_complete(self, unit: int) -> None:
         """Every parameter of one flat of a unit has received a gradient."""
         self._complete[unit] += 1

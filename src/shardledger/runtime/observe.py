@@ -42,12 +42,13 @@ class Observer:
                 for tensor in (flat.shard, flat.master):
                     if tensor is not None:
                         self.meter.assign("params" if tensor.dtype == flat.dtype else "master", [tensor])
-            self.meter.assign("grads", [t for g in unit.gradients for t in (g.local, g.reduced) if t is not None])
+            self.meter.assign("grads", [t for g in unit.gradients for t in (g.local, g.held_sum) if t is not None])
             self._handles.append(unit.module.register_forward_pre_hook(partial(self._enter, unit), prepend=True))
             self._handles.append(unit.module.register_forward_hook(partial(self._leave, unit), prepend=True))
         self.meter.assign("params", (b for b in engine.module.buffers()))
         if parts.offload is not None and parts.executor.shards is not None:
             self.meter.assign("communication", [*parts.offload.buffers(), *parts.executor.shards.buffers()])
+        parts.mode.made = self._sum_made
         self.meter.reattribute = partial(_pending, parts.units)
         self.note_states()
         self.meter.born()
@@ -58,6 +59,7 @@ class Observer:
             parts = self._engine._live()
             parts.transport = parts.executor._transport = self._engine._stepper._transport = self._unmetered
             self._unmetered = None
+            parts.mode.made = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -87,6 +89,9 @@ class Observer:
     def peaks(self) -> Peaks:
         """The highest readings so far."""
         return self.meter.peaks
+
+    def _sum_made(self, tensor: torch.Tensor) -> None:
+        self.meter.assign("grads", [tensor])
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any) -> None:
         self.meter.scope.unit = unit.label

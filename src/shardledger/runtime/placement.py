@@ -36,6 +36,13 @@ class Site:
     device: torch.device
     offload: Offload | None = None
     """Where what does not rest on the device goes."""
+    stands_for: str | None = None
+    """Kind of device that ``device`` stands for in a dry run; None: itself."""
+
+    @property
+    def one_memory(self) -> bool:
+        """Whether the device's memory is the host's."""
+        return (self.stands_for or self.device.type) == "cpu"
 
 
 @torch.no_grad()

@@ -136,7 +136,7 @@ class PutAway:
                     if tensor is not None and tensor.device.type == device and (wanted and (weights or alone)):
                         yield tensor
             for gradients in unit.gradients if "lp_grads" in self.names else ():
-                yield from (t for t in (gradients.local, gradients.reduced) if t is not None)
+                yield from (t for t in (gradients.local, gradients.held_sum) if t is not None)
         if "optim_states" in self.names and parts.stepper is not None:
             for state in parts.stepper.optimizer.state.values():
                 held = [t for t in state.values() if isinstance(t, torch.Tensor) and not is_away(t)]

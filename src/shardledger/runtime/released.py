@@ -57,7 +57,8 @@ class ReleasedParameter(nn.Parameter):
             f"parameter {name!r} is sharded and its values are not on this rank now, so {operation!r} cannot use it. "
             f"It is gathered while its own unit runs. To read or edit it elsewhere use shardledger.GatheredParameters "
             f"or engine.state_dict(). If another module uses it in forward, let both share a unit: list the class of "
-            f'their common parent in "shardledger": {{"units": [...]}}, or keep it gathered with '
+            f'their common parent in "shardledger": {{"units": [...]}} (the class of the blocks alone, for a table outside '
+            f"them that is a unit because of its size), or keep it gathered with "
             f"stage3_param_persistence_threshold."
         )
 

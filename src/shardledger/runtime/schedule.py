@@ -3,18 +3,20 @@
 Rules, for units whose parameters are sharded:
 * a unit is gathered before it runs and released after, in forward and in backward;
 * while it runs, the unit that ran next last time is gathered ahead, so that at most two units besides the root are full;
+* in backward, that gather waits until the reduction of the unit before is over: of the next unit's weights and the last
+  one's gradients only one is alive at a time. Both still run beside compute, one after the other, as they share a wire;
 * a forward pass inside a backward pass is a recomputation: its unit stays full for the backward pass that follows.
 
-Rules for gradients: each trainable unit is reduced once per backward pass, when its gradients are complete and all units
-before it in ``reduce_order`` have been launched, the rest at the end; so every rank launches the same reductions in the
-same order whatever its own graph looked like.
+Rules for gradients: each trainable unit is reduced once per backward pass, when its gradients are complete, its weights
+have been released, and all units before it in ``reduce_order`` have been launched, the rest at the end; so every rank
+launches the same reductions in the same order whatever its own graph looked like.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -25,6 +27,8 @@ class Act(Enum):
     WAIT = "wait"
     RELEASE = "release"
     REDUCE = "reduce"
+    SETTLE = "settle"
+    """Wait for the reductions under way. A moment that is the same on all ranks, unlike that at which one is found done."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,25 @@ _LIVE_UNITS = 2
 """Gathered units besides the root: the one that computes and the one that comes next."""
 
 
+@dataclass
+class _Backward:
+    """How far the current backward pass is."""
+
+    position: int = 0
+    """Of the unit it has reached, in the order of the forward pass."""
+    launched: int = 0
+    """How many of ``reduce_order`` have been reduced."""
+    reducing: int | None = None
+    """The unit whose reduction was started last, until it is settled."""
+    unit: int = -1
+    """The unit whose outputs were reached last."""
+    reached: set[int] = field(default_factory=set)
+    """Units whose first input has its gradient."""
+    open: set[int] = field(default_factory=set)
+    """Units with all gradients whose inputs are still to come: weights are released before gradients are reduced, so that
+    what a reduction receives takes their place."""
+
+
 class Schedule:
     """The state machine of one engine's units."""
 
@@ -69,25 +92,21 @@ class Schedule:
         self._gathered: set[int] = set()
         self._orders: tuple[list[int], list[int]] = ([], [])
         """Units in the order in which the previous forward pass, and this one, ran them."""
-        self._back_position = 0
+        self._back = _Backward()
         self._wanted: int | None = None
         self._calls = [0] * len(units)
         """Tracked forward calls whose backward has not passed yet."""
         self._untracked: set[int] = set()
         self._fresh = False
         """Whether a forward pass with a graph has begun since the last backward pass."""
-        self._launched = 0
-        """How many of ``reduce_order`` have been reduced in this backward pass."""
         self._active: Counter[int] = Counter()
         """Units whose forward is under way: a backward pass inside it (a gradient as part of the loss) keeps them."""
-        self._reached: set[int] = set()
-        """Units whose first input has its gradient, in the current backward pass."""
 
     @property
     def at_work(self) -> int:
         """The unit that runs or ran last, in forward or in backward; for messages."""
         if self.in_backward:
-            return self._order[self._back_position] if self._back_position < len(self._order) else ROOT
+            return self._order[self._back.position] if self._back.position < len(self._order) else ROOT
         return next((unit for unit in reversed(self._order) if self._active[unit] > 0), ROOT)
 
     @property
@@ -137,10 +156,9 @@ class Schedule:
         """The backward pass reaches a unit's outputs."""
         if not self.in_backward:
             self.in_backward = True
-            self._back_position = len(self._order)
+            self._back = _Backward(position=len(self._order))
             self.completed = []
-            self._launched = 0
-            self._reached = set()
+        self._back.unit = unit
         actions = self._gather(unit)
         self._wanted = self._next_backward(unit)
         return actions + self._look_ahead()
@@ -148,25 +166,33 @@ class Schedule:
     def post_backward(self, unit: int) -> list[Action]:
         """The backward pass has left one tracked call of a unit through its inputs."""
         self._calls[unit] = max(0, self._calls[unit] - 1)
+        if not self._calls[unit]:
+            self._back.open.discard(unit)
         if self._calls[unit] or not self.in_backward or not self._counted(unit):
             return []
-        return self._complete(unit) + self._release_if_gathered(unit) + self._look_ahead()
+        return self._complete(unit) + self._release_if_gathered(unit) + self._launch() + self._look_ahead()
 
     def input_reached(self, unit: int) -> list[Action]:
         """The first input of a tracked call has its gradient; others (shared with other units, say) may be open."""
-        self._reached.add(unit)
+        self._back.reached.add(unit)
         return self._release_if_spent(unit)
+
+    def gradients_begun(self, unit: int) -> list[Action]:
+        """A unit's first large gradient has come: what was reduced meanwhile should be done, and make room."""
+        return self._make_room()
 
     def gradients_complete(self, unit: int) -> list[Action]:
         """Every trainable parameter of a unit has received a gradient."""
         actions = self._complete(unit)
-        return actions + self._release_if_spent(unit)
+        if self.units[unit].sharded and self._fresh and self._calls[unit] > 0 and unit not in self._untracked:
+            self._back.open.add(unit)
+        return actions + self._release_if_spent(unit) + self._launch()
 
     def end_backward(self, late: Sequence[int] = ()) -> list[Action]:
         """The backward pass is over. ``late``: units that received gradients after they were reduced."""
         if not self.in_backward:
             return []
-        rest = self.reduce_order[self._launched :]
+        rest = self.reduce_order[self._back.launched :]
         actions = [Action(Act.REDUCE, u) for u in rest]
         actions += [Action(Act.REDUCE, u) for u in self.reduce_order if u in late and u not in rest]
         actions += [self._release(u) for u in sorted(self._gathered) if self._active[u] <= 0]
@@ -186,6 +212,7 @@ class Schedule:
 
     def _end(self) -> None:
         self.in_backward = False
+        self._back = _Backward()
         self._wanted = None
         self._fresh = False
         self._untracked = set()
@@ -195,11 +222,36 @@ class Schedule:
         if unit in self.completed or not self.units[unit].trainable:
             return []
         self.completed.append(unit)
-        actions = []
-        while self._launched < len(self.reduce_order) and self.reduce_order[self._launched] in self.completed:
-            actions.append(Action(Act.REDUCE, self.reduce_order[self._launched]))
-            self._launched += 1
+        return self._make_room()  # where no gradient has begun: all ranks gather before they reduce
+
+    def _launch(self) -> list[Action]:
+        """Reduce what is complete and next in order, except units whose weights are about to be released."""
+        actions, back = [], self._back
+        while back.launched < len(self.reduce_order):
+            unit = self.reduce_order[back.launched]
+            if unit not in self.completed or unit in back.open:
+                break
+            back.launched += 1
+            back.reducing = unit
+            actions.append(Action(Act.REDUCE, unit))
         return actions
+
+    def _make_room(self) -> list[Action]:
+        """Gather the wanted unit, after the reduction that it waits for."""
+        reducing, self._back.reducing = self._back.reducing, None
+        actions = self._look_ahead() if reducing is not None else []
+        if reducing is None or not actions:
+            self._back.reducing = reducing
+            return []
+        return [Action(Act.SETTLE, reducing), *actions]
+
+    @property
+    def _holds(self) -> bool:
+        """Whether the next gather waits for a reduction: until gradients of the unit at work come."""
+        back = self._back
+        if back.reducing is None or back.unit < 0:
+            return False
+        return self.units[back.unit].trainable and back.unit not in self.completed
 
     def _release_if_spent(self, unit: int) -> list[Action]:
         """Release a unit all of whose weights have been used: their gradients are complete and its backward has ended.
@@ -208,8 +260,9 @@ class Schedule:
         """
         if unit == ROOT or unit not in self.completed or self.units[unit].frozen or not self._fresh:
             return []
-        if self._calls[unit] == 0 or (self._calls[unit] == 1 and unit in self._reached):
-            return self._release_if_gathered(unit) + self._look_ahead()
+        if self._calls[unit] == 0 or (self._calls[unit] == 1 and unit in self._back.reached):
+            self._back.open.discard(unit)
+            return self._release_if_gathered(unit) + self._launch() + self._look_ahead()
         return []
 
     def _counted(self, unit: int) -> bool:
@@ -233,7 +286,7 @@ class Schedule:
     def _look_ahead(self) -> list[Action]:
         """Gather the wanted unit if there is room for it."""
         unit = self._wanted
-        if unit is None or not self.units[unit].sharded or unit in self._gathered:
+        if unit is None or self._holds or not self.units[unit].sharded or unit in self._gathered:
             return []
         live = [u for u in self._gathered if u != ROOT]
         if len(live) >= _LIVE_UNITS:
@@ -255,9 +308,9 @@ class Schedule:
         """The unit that ran before ``unit`` in the forward pass; before the root's end, the last one."""
         if unit == ROOT:
             return self._order[-1] if self._order and self._order[-1] != ROOT else None
-        for position in range(min(self._back_position, len(self._order)) - 1, -1, -1):
+        for position in range(min(self._back.position, len(self._order)) - 1, -1, -1):
             if self._order[position] == unit:
-                self._back_position = position
+                self._back.position = position
                 before = self._order[position - 1] if position > 0 else ROOT
                 return before if before != ROOT else None
         return None

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-"""glibc's ``M_MMAP_THRESHOLD`` and ``M_TRIM_THRESHOLD``."""
+_TRIM_THRESHOLD = -1
+"""glibc's ``M_TRIM_THRESHOLD``: free bytes at the end of its heap that it keeps."""
+_MMAP_THRESHOLD = -3
+"""glibc's ``M_MMAP_THRESHOLD``: blocks from this size on come from the system, and go back to it, one by one."""
 _BYTES = 1 << 20
-_LARGEST_IN_HEAP = 32 << 20
-"""What glibc's own adjustment stops at; it takes no more."""
-_KEPT = 256 << 20
-_MOST_KEPT = 1 << 30
-_UNITS_KEPT = 16
+_KEPT_BLOCK = 1 << 30
+_OLD_KEPT_BLOCK = 32 << 20
+"""The most that glibc before 2.35 takes."""
+_KEPT = (1 << 31) - 1
 
 
 def return_freed_memory() -> bool:
@@ -25,23 +26,29 @@ def return_freed_memory() -> bool:
     return _set(_MMAP_THRESHOLD, _BYTES) and _set(_TRIM_THRESHOLD, _BYTES)
 
 
-def keep_freed_memory(unit_bytes: int) -> bool:
-    """Let freed tensors stay in the heap for the next one, as on a GPU; False where that is not to be decided here.
+def keep_freed_memory() -> bool:
+    """Let freed tensors of less than 1 GiB stay with the process; False where the C library is not glibc.
 
-    glibc gives the end of its heap back as soon as 64 MiB or so of it are free, which is what a step frees. The next step
-    then pays a page fault for every 4 KiB: with units of ``unit_bytes`` (gathered weights, gradients) some percent of its
-    time. The peak is the same, for what is kept had been in use. It holds for the whole process. Who has told the C library
-    something else by its environment variables is not overruled.
+    Gathered units, gradients and activations come and go in every step. Without this each is mapped anew, and the system
+    fills it with zeros page by page: more than a copy of the same bytes costs. It holds for the whole process; the peak is
+    as high as before. Who has told the C library something else by its environment variables is not overruled.
     """
-    told = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if told:
+    if any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
-    kept = min(max(_KEPT, _UNITS_KEPT * unit_bytes), _MOST_KEPT)
-    return _set(_MMAP_THRESHOLD, _LARGEST_IN_HEAP) and _set(_TRIM_THRESHOLD, kept)
+    large = _set(_MMAP_THRESHOLD, _KEPT_BLOCK) or _set(_MMAP_THRESHOLD, _OLD_KEPT_BLOCK)
+    return large and _set(_TRIM_THRESHOLD, _KEPT)
 
 
-def _set(parameter: int, value: int) -> bool:
+def give_memory_back() -> None:
+    """Return what has been kept so far."""
     try:
-        return bool(ctypes.CDLL("libc.so.6").mallopt(parameter, value))
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return
+
+
+def _set(option: int, value: int) -> bool:
+    try:
+        return bool(ctypes.CDLL("libc.so.6").mallopt(option, value))
     except (OSError, AttributeError):
         return False

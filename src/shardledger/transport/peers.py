@@ -141,7 +141,7 @@ class PeerTransport:
         outgoing = [(peer, rows[peer].to(wire)) for peer in self._peers()]
         width = piece = column.stop - column.start
         if self._peeking is not None:
-            piece = min(width, max(1, _PEEKED_BYTES // wire.itemsize // (self.world - 1)))
+            piece = min(width, max(1, _PEEKED_BYTES // wire.itemsize // max(1, self.world - 1)))
         buffers = {peer: torch.empty(piece, dtype=wire, device=job.full.device) for peer in self._sources()}
         if self._peeking is None:
             expected = self._swap([], list(buffers.items()), ticket)
