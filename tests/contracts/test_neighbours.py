@@ -18,9 +18,11 @@ import torch
 from contracts.test_transport_faults import HOW, PATIENCE_S, SILENCE_S, all_gather, exchange, gather, reduce
 from shardledger.errors import PeerLostError, RanksDisagreeError
 from shardledger.telemetry.live import LiveBytes
+from shardledger.transport import neighbours
 from shardledger.transport.dry import DryPeers
 from shardledger.transport.neighbours import Address, Lines, NeighboursMailbox
 from shardledger.transport.peers import PeerTransport
+from shardledger.transport.process_memory import read_memory
 from support.ranks import run_ranks, run_ranks_raw
 from support.training import group, place
 
@@ -83,6 +85,21 @@ def test_more_messages_than_the_inbox_has_room_for_arrive_in_order():
     thread.join(PATIENCE_S)
     assert all(message.done for message in (*offers, *requests))
     assert [float(t[0]) for t in got] == list(range(200)) and torch.equal(torch.stack(got), torch.stack(sent))
+
+
+def test_what_comes_while_another_payload_is_copied_is_not_slept_over(monkeypatch):
+    left, right = mailboxes(2)
+    first, second = (right.receive(torch.empty(numel), 0, tag) for tag, numel in ((1, 5000), (2, 5)))
+
+    def read(*place: int) -> None:
+        read_memory(*place)
+        left.send(torch.ones(5), 1, 2)
+
+    monkeypatch.setattr(neighbours, "read_memory", read)
+    left.send(torch.ones(5000), 1, 1)
+    start = time.monotonic()
+    second.wait()
+    assert first.done and time.monotonic() - start < PATIENCE_S / 2
 
 
 def test_who_waits_sleeps():

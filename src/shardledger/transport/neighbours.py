@@ -77,13 +77,8 @@ class Lines:
     __del__ = close
 
 
-def _close_in_child() -> None:
-    for lines in list(_in_use):
-        lines.close()
-
-
 if hasattr(os, "register_at_fork"):  # a child would keep the inbox open after its parent has ended
-    os.register_at_fork(after_in_child=_close_in_child)
+    os.register_at_fork(after_in_child=lambda: [lines.close() for lines in list(_in_use)])
 
 
 class NeighboursMailbox:
@@ -135,7 +130,8 @@ class NeighboursMailbox:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         while True:
-            self._match()  # for all: they may wait for it before they send what this rank waits for
+            while self._match():  # for all: they may wait for it before they send what this rank waits for
+                pass  # and again: what came meanwhile wakes nobody any more
             if message.done:
                 return
             message.neighbour.check()
@@ -180,17 +176,19 @@ class NeighboursMailbox:
             else:
                 neighbour.offers.pop(number).done = True
 
-    def _match(self) -> None:
-        """Give each request the message it asks for."""
+    def _match(self) -> bool:
+        """Give each request the message it asks for. Returns whether there was any."""
+        found = False
         for neighbour in self._neighbours.values():
             for tag in [tag for tag in neighbour.requests if tag in neighbour.arrived]:
                 requests, arrived = neighbour.requests[tag], neighbour.arrived[tag]
                 while requests and arrived and requests[0].fill(arrived[0]):
-                    requests.popleft().done = True
+                    requests.popleft().done = found = True
                     arrived.popleft()
                 for waiting in (neighbour.requests, neighbour.arrived):
                     if not waiting[tag]:
                         del waiting[tag]
+        return found
 
 
 @dataclass(frozen=True)
