@@ -168,7 +168,8 @@ class Config(BatchSizes, PrecisionChoice):
         own = self.shardledger
         if transport == "gloo":
             own = own.model_copy(update={"transport": transport})
-        line = f"shardledger.transport = {transport} ({self.shardledger.transport}: agreed by the ranks)"
+        asked = self.shardledger.transport or "auto"
+        line = f"shardledger.transport = {transport} ({asked}: agreed by the ranks)"
         notes = replace(self._notes, resolutions=(*self.resolutions, line))
         return with_notes(self.model_copy(update={"shardledger": own}), notes)
 

@@ -259,10 +259,11 @@ class RanksSection(Section):
     """Those keys of ``shardledger`` that say how the ranks work together."""
 
     timeout_s: Number = Field(600.0, gt=0, description="seconds a rank waits in a collective before the run ends")
-    transport: Literal["auto", "shared_memory", "gloo"] = Field(
-        "auto",
-        description="how CPU ranks exchange payloads; auto: out of each other's memory where all are on one machine and "
+    transport: Literal["shared_memory", "gloo"] | None = Field(
+        None,
+        description="how CPU ranks exchange payloads; not given: out of each other's memory where all are on one machine and "
         "may read it, else gloo",
+        json_schema_extra={"auto": "ranks"},
     )
     reproducible: Flag = Field(
         False, description="results that depend on the global batch alone, not on the stage or the number of ranks"

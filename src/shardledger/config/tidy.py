@@ -103,6 +103,8 @@ def _resolve_auto(field: FieldInfo, path: str, policy: str | None, findings: Fin
         findings.problem(f'{written} is "auto", and nothing here can fill it; write a value ({field.description})')
     elif policy == "plan":
         findings.resolutions.append(f"{written}: auto, left to the plan, which takes it from the model")
+    elif policy == "ranks":
+        findings.resolutions.append(f"{written}: auto, agreed by the ranks when they meet")
     elif section_of(field) is not None:
         findings.resolutions.append(f"{written}: auto, the defaults of the section are used")
     elif policy != "batch":

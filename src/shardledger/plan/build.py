@@ -179,7 +179,7 @@ def _communication(
         max_live_numel=zero.max_live_parameters if zero.max_live_parameters is not None else model.numel,
         average=config.gradient_allreduce_op == "mean",
         timeout_s=config.shardledger.timeout_s,
-        wire=config.shardledger.transport,
+        wire=config.shardledger.transport or "auto",
     )
 
 
