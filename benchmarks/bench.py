@@ -3,7 +3,8 @@
     python benchmarks/bench.py            everything, about an hour on two cores
     python benchmarks/bench.py --quick    under five minutes
 
-Writes a table, a picture and latest.json to benchmarks/results/. See benchmarks/README.md for what is measured how.
+Writes tables, a picture and latest.json to benchmarks/results/, after every case anew: cases measured before on the same
+machine and versions, with as many rounds, stay in them. See benchmarks/README.md for what is measured how.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from side_by_side import report
-from side_by_side.cases import ALL, SETS, Case, Contender
-from side_by_side.conductor import Measured, Protocol, conduct
+from side_by_side import kept, report
+from side_by_side.cases import ALL, SETS, Contender
+from side_by_side.conductor import Protocol, conduct
 from side_by_side.engines import missing
 
 HERE = Path(__file__).resolve().parent
@@ -38,10 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=None, help="turns of every engine; 5 unless given")
     parser.add_argument("--engines", default="", help="parts of names, separated by commas: DDP,FSDP2,stage 2")
     parser.add_argument("--cases", default="", help="parts of titles, separated by commas: 25m,bf16")
+    parser.add_argument(
+        "--starts", type=int, default=None, help="starts of every engine that are timed; 3 unless given"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results")
     asked = parser.parse_args(arguments)
     name = asked.set or "full"
-    protocol = Protocol(rounds=asked.rounds or 5, **({} if name == "full" else {"starts": 1, "saves": 1}))
+    few = {} if name == "full" else {"starts": 1, "saves": 1}
+    protocol = Protocol(rounds=asked.rounds or 5, **{**few, **({"starts": asked.starts} if asked.starts else {})})
     contenders = chosen(asked.engines)
     absent = {why for c in contenders if (why := missing(c))}
     for why in absent:
@@ -49,18 +54,21 @@ def main(arguments: list[str] | None = None) -> int:
     contenders = [c for c in contenders if not missing(c)]
     texts = [text.strip().lower() for text in asked.cases.split(",") if text.strip()]
     cases = [case for case in SETS[name] if not texts or any(text in case.title for text in texts)]
-    found: list[tuple[Case, list[Measured]]] = []
-    begin = time.monotonic()
+    if not cases:
+        parser.error(f"no case is called {asked.cases!r}; there are: " + "; ".join(case.title for case in SETS[name]))
+    begin, wrong = time.monotonic(), False
     for case in cases:
 
         def say(text: str, title: str = case.title) -> None:
             print(f"{time.monotonic() - begin:6.0f} s  {title}: {text}", flush=True)
 
-        found.append((case, conduct(case, contenders, protocol, say)))
-    written = report.write(asked.out, found, protocol, sorted(absent))
-    print(report.markdown(found, protocol, sorted(absent)))
+        rows = conduct(case, contenders, protocol, say)
+        wrong = wrong or bool(report.disagreements(case, rows))
+        found = kept.add(asked.out, f"{report.machine()}, {protocol.rounds} rounds", case, rows)
+        written = report.write(asked.out, found, protocol, sorted(absent))
+        print("\n".join(report.table(case, rows)), flush=True)
     print("written: " + ", ".join(str(path) for path in written))
-    return 1 if any(report.disagreements(case, rows) for case, rows in found) else 0
+    return int(wrong)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def bench():
     """The modules of the benchmark, by name."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        names = ("cases", "numbers", "report", "conductor", "targets")
+        names = ("cases", "numbers", "report", "conductor", "targets", "kept")
         yield {name: importlib.import_module(f"side_by_side.{name}") for name in names}
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
@@ -136,3 +136,13 @@ def test_each_target_is_judged_and_a_miss_stands_out(bench):
     }
     text = "\n".join(bench["targets"].table([(case(bench), rows)]))
     assert "4 of 7 are met" in text and "**0.50 [0.50 .. 0.50]**" in text
+
+
+def test_cases_measured_before_on_the_same_terms_stay_and_others_go(bench, tmp_path):
+    kept = bench["kept"]
+    ((first, rows),) = found(bench)
+    second = case(bench, "bf16")
+    assert len(kept.add(tmp_path, "torch 1", first, rows)) == 1
+    both = kept.add(tmp_path, "torch 1", second, rows)
+    assert [of for of, _ in both] == [first, second] and both[0][1] == rows
+    assert [of for of, _ in kept.add(tmp_path, "torch 2", second, rows)] == [second]

@@ -14,10 +14,10 @@ class Section(BaseModel):
 
     Fields may carry hints in ``json_schema_extra``: ``auto`` says what the word "auto" means for the key ("plan":
     left open for the plan, "budget": chosen by the memory budget, "ranks": agreed when they meet, "batch": derived
-    with the other batch sizes,
-    "refuse": an error, absent: the default is used); ``no_effect`` holds the reason why a key is accepted and
-    changes nothing; ``from_stage`` is the lowest ZeRO stage that reads the key; ``bytes`` marks a size, written out
-    with its unit; ``when_off`` is the reason why the key changes nothing while the ``enabled`` beside it is false.
+    with the other batch sizes, "refuse": an error, absent: the default is used); ``no_effect`` holds the reason why a
+    key is accepted and changes nothing; ``from_stage`` is the lowest ZeRO stage that reads the key; ``bytes`` marks a
+    size, written out with its unit; ``when_off`` is the reason why the key changes nothing while the ``enabled`` beside
+    it is false.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
