@@ -69,7 +69,8 @@ def _alone(case: Case, stage: int, row: Measured) -> Iterator[Verdict]:
         yield Verdict(name, f"<= {most:.0f}", f"{value:.1f}", value <= most)
     if row.counted_bytes:
         item = 4 if case.precision == "fp32" else 2
-        formula = (3 if stage == 3 else 2) * item * parameters(case.model) * (case.world - 1) / case.world
+        each = {0: item + 4, 3: 3 * item}.get(stage, 2 * item)  # stage 0 gathers sums, which are fp32
+        formula = each * parameters(case.model) * (case.world - 1) / case.world
         share = spread(row.counted_bytes).middle / formula
         near = abs(share - 1) <= TRAFFIC_TOLERANCE
         yield Verdict(f"stage {stage}, bytes sent / formula", "0.99 .. 1.01", f"{share:.3f}", near)

@@ -118,7 +118,7 @@ def test_engine_total_is_what_the_ledger_predicts_for_a_plan(stage, precision, a
 
 def test_bytes_sent_follow_the_formulas():
     wire = Wire(trained=1000, frozen=0, weight_bytes=2, gradient_bytes=2, accumulation=3)
-    assert [sent_bytes(stage, 4, wire) for stage in range(4)] == [3000, 3000, 6000, 13500]
+    assert [sent_bytes(stage, 4, wire) for stage in range(4)] == [4500, 3000, 6000, 13500]  # stage 0 gathers fp32 sums
     assert sent_bytes(3, 1, wire) == 0
     frozen = Wire(trained=0, frozen=1000, weight_bytes=2, gradient_bytes=2)
     assert [sent_bytes(stage, 4, frozen) for stage in range(4)] == [0, 0, 0, 3000]

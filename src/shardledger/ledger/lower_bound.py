@@ -108,6 +108,7 @@ def _sent(plan: Plan, layout: Layout) -> int:
             frozen=sum(flat.padded_numel for flat in flats if not flat.trainable),
             weight_bytes=DTYPE_BYTES[plan.precision.compute],
             gradient_bytes=DTYPE_BYTES[plan.precision.wire],
+            sum_bytes=DTYPE_BYTES[plan.precision.accumulate],
             accumulation=plan.step.accumulation,
         )
         total += sent_bytes(stage, plan.world, wire)

@@ -1,9 +1,9 @@
 """Bytes a rank sends in one optimizer step, and whether computing hides them. Formulas, no run.
 
-With N ranks, f = (N-1)/N, K micro-batches a step, p and g bytes per element of gathers and reductions, T trained and
-F frozen parameters (arXiv 1910.02054, section 7; micro-batches and frozen weights added):
+With N ranks, f = (N-1)/N, K micro-batches a step, p, g and s bytes per element of gathered weights, reductions and sums of
+gradients, T trained and F frozen parameters (arXiv 1910.02054, section 7; micro-batches and frozen weights added):
 
-    stage 0   2 f g T                      all-reduce
+    stage 0   f (g + s) T                  reduce-scatter, all-gather of the sums, so that every rank updates with the same
     stage 1   f (g + p) T                  reduce-scatter once, all-gather of the new weights
     stage 2   f (K g + p) T                reduce-scatter every micro-batch
     stage 3   f K ((2 p + g) T + 2 p F)    all-gather in forward and backward, nothing to publish
@@ -32,6 +32,8 @@ class Wire:
     """Bytes per element of gathered weights."""
     gradient_bytes: int
     """Bytes per element of reduced gradients."""
+    sum_bytes: int = 4
+    """Bytes per element of their sums, which stage 0 gathers."""
     accumulation: int = 1
     """Micro-batches per optimizer step."""
 
@@ -40,7 +42,7 @@ def sent_bytes(stage: int, world: int, wire: Wire) -> int:
     """Bytes one rank sends per optimizer step at ``stage``."""
     p, g, k = wire.weight_bytes, wire.gradient_bytes, wire.accumulation
     per_step = {
-        0: 2 * g * wire.trained,
+        0: (g + wire.sum_bytes) * wire.trained,
         1: (g + p) * wire.trained,
         2: (k * g + p) * wire.trained,
         3: k * ((2 * p + g) * wire.trained + 2 * p * wire.frozen),
