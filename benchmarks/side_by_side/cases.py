@@ -99,7 +99,7 @@ def _both(model: str, world: int, steps: int, alive: bool = True) -> list[Case]:
     return [Case(model=model, world=world, precision=p, steps=steps, alive=alive) for p in ("fp32", "bf16")]
 
 
-FULL = [*_both("3.4m", 2, 8), *_both("25m", 2, 3), *_both("25m", 4, 2), *_both("124m", 2, 2, alive=False)]
+FULL = [*_both("3.4m", 2, 8), *_both("25m", 2, 3), *_both("25m", 4, 2, alive=False), *_both("124m", 2, 2, alive=False)]
 QUICK = [
     Case(model="3.4m", world=2, precision="fp32", steps=5),
     Case(model="25m", world=2, precision="fp32", steps=1),
