@@ -14,7 +14,8 @@ ROWS = rows_of(7e9, 8, activations=20)  # stage 0 to 3: 138, 60, 47, 34 GiB; wit
 
 @pytest.mark.parametrize(
     ("gib", "stage", "recompute"),
-    [(140, 0, False), (130, 1, False), (60, 1, False), (50, 2, False), (45, 1, True), (30, 2, True), (20, 3, True)],
+    # In bf16 stage 0 gathers sums in fp32: it sends 6 bytes a parameter where stages 1 and 2 send 4, and is never cheapest.
+    [(140, 1, False), (130, 1, False), (60, 1, False), (50, 2, False), (45, 1, True), (30, 2, True), (20, 3, True)],
 )
 def test_the_cheapest_that_fits(gib, stage, recompute):
     row = cheapest(ROWS, gib * GIB)

@@ -256,7 +256,7 @@ def test_every_field_has_a_help_text_and_known_hints() -> None:
     for path, field in _fields(Config, ""):
         assert field.description and field.description[0].strip(), path
         assert hints(field).keys() <= {"auto", "no_effect", "from_stage", "when_off", "when_device", "bytes"}, path
-        assert hints(field).get("auto", "plan") in ("plan", "budget", "batch", "refuse"), path
+        assert hints(field).get("auto", "plan") in ("plan", "budget", "ranks", "batch", "refuse"), path
 
 
 def test_no_key_is_both_read_and_without_effect() -> None:
