@@ -1,6 +1,6 @@
 """shardledger's stages beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed: speed, memory, traffic, in one run.
 
-    python benchmarks/bench.py            everything, about an hour on two cores
+    python benchmarks/bench.py            everything, an hour and a half on two cores
     python benchmarks/bench.py --quick    under five minutes
 
 Writes tables, a picture and latest.json to benchmarks/results/, after every case anew: cases measured before on the same

@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_of(model: str, stage: int, own: dict[str, Any]) -> sl.Engine:
+def engine_of(model: str, stage: int, own: dict[str, Any], *, bf16: bool = False) -> sl.Engine:
     """A fresh engine for one variant."""
     torch.manual_seed(0)
     config = {
@@ -40,6 +40,7 @@ def engine_of(model: str, stage: int, own: dict[str, Any]) -> sl.Engine:
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "gradient_clipping": 1.0,
+        "bf16": {"enabled": bf16},
         "shardledger": own,
     }
     return sl.initialize(model=load_model(model, TOKENS), config=config, device="cpu")[0]

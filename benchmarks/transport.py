@@ -15,26 +15,11 @@ import statistics
 import time
 
 import torch
+from safety import SEQUENCES, TOKENS, engine_of
 
 import shardledger as sl
-from shardledger.workload import load_model
 
-SEQUENCES, TOKENS = 2, 128
 WIRES = ("gloo", "shared_memory")
-
-
-def engine_of(model: str, stage: int, wire: str, bf16: bool) -> sl.Engine:
-    """A fresh engine whose ranks talk over ``wire``."""
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": SEQUENCES,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": bf16},
-        "shardledger": {"transport": wire},
-    }
-    return sl.initialize(model=load_model(model, TOKENS), config=config, device="cpu")[0]
 
 
 def step(engine: sl.Engine, source: torch.Generator) -> tuple[float, float, float]:
@@ -49,7 +34,7 @@ def step(engine: sl.Engine, source: torch.Generator) -> tuple[float, float, floa
 
 def compare(stage: int, arguments: argparse.Namespace) -> None:
     """Measure one stage and print its line."""
-    engines = {wire: engine_of(arguments.model, stage, wire, arguments.bf16) for wire in WIRES}
+    engines = {wire: engine_of(arguments.model, stage, {"transport": wire}, bf16=arguments.bf16) for wire in WIRES}
     source = torch.Generator().manual_seed(torch.distributed.get_rank())
     taken: dict[str, list[tuple[float, float, float]]] = {wire: [] for wire in WIRES}
     for turn in range(arguments.rounds + 2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shardledger.ledger.traffic import Wire, sent_bytes
 from side_by_side.cases import DDP, Case, Contender, largest_unit, parameters
 from side_by_side.conductor import Measured
 from side_by_side.numbers import ratio, spread
@@ -69,8 +70,8 @@ def _alone(case: Case, stage: int, row: Measured) -> Iterator[Verdict]:
         yield Verdict(name, f"<= {most:.0f}", f"{value:.1f}", value <= most)
     if row.counted_bytes:
         item = 4 if case.precision == "fp32" else 2
-        each = {0: item + 4, 3: 3 * item}.get(stage, 2 * item)  # stage 0 gathers sums, which are fp32
-        formula = each * parameters(case.model) * (case.world - 1) / case.world
+        wire = Wire(trained=parameters(case.model), frozen=0, weight_bytes=item, gradient_bytes=item)
+        formula = sent_bytes(stage, case.world, wire)
         share = spread(row.counted_bytes).middle / formula
         near = abs(share - 1) <= TRAFFIC_TOLERANCE
         yield Verdict(f"stage {stage}, bytes sent / formula", "0.99 .. 1.01", f"{share:.3f}", near)

@@ -13,29 +13,9 @@ import psutil
 import pytest
 
 from support.ranks import free_port
+from support.tiny_model import source
 
 STEPS = 12
-MODEL = """
-import os, time
-import torch.nn.functional as F
-from torch import nn
-
-
-class Tiny(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(256, 8)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(8, 256)
-
-    def forward(self, tokens, targets):
-        if self.training:
-            time.sleep(float(os.environ.get("NAP", "0")))
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-"""
 CONFIG = {
     "train_batch_size": 8,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -48,7 +28,7 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "tiny.py").write_text(MODEL)
+    (folder / "tiny.py").write_text(source(width=8))
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     return folder
 

@@ -13,30 +13,10 @@ import pytest
 
 from support.machines import two_machines, why_not
 from support.ranks import run_ranks
+from support.tiny_model import source
 
 STEPS = 8
 LIMIT_S = 90.0
-MODEL = """
-import os, time
-import torch.nn.functional as F
-from torch import nn
-
-
-class Tiny(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(256, 32)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(32, 256)
-
-    def forward(self, tokens, targets):
-        if self.training:
-            time.sleep(float(os.environ.get("NAP", "0")))
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-"""
 CONFIG = {
     "train_batch_size": 8,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -74,7 +54,7 @@ def machines():
 
 @pytest.fixture
 def desk(tmp_path):
-    (tmp_path / "tiny.py").write_text(MODEL)
+    (tmp_path / "tiny.py").write_text(source(width=32))
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     return tmp_path
