@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from side_by_side import kept, report
-from side_by_side.cases import ALL, SETS, Contender
+from side_by_side.cases import ALL, SETS, Case, Contender
 from side_by_side.conductor import Protocol, conduct
 from side_by_side.engines import missing
 
@@ -29,6 +29,13 @@ def chosen(wanted: str) -> list[Contender]:
     for text in [text.strip().lower() for text in wanted.split(",") if text.strip()]:
         found |= {text} if text in labels else {label for label in labels if text in label}
     return [c for label, c in labels.items() if not wanted or label in found]
+
+
+def cases_named(wanted: str, cases: list[Case]) -> list[Case]:
+    """Cases whose title contains the text (titles have commas), or else one of its comma-separated parts; all for none."""
+    whole = [case for case in cases if wanted in case.title]
+    texts = [text.strip() for text in wanted.split(",") if text.strip()]
+    return whole or [case for case in cases if any(text in case.title for text in texts)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,8 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     for why in absent:
         print(f"left out: {why}", flush=True)
     contenders = [c for c in contenders if not missing(c)]
-    texts = [text.strip().lower() for text in asked.cases.split(",") if text.strip()]
-    cases = [case for case in SETS[name] if not texts or any(text in case.title for text in texts)]
+    cases = cases_named(asked.cases.strip().lower(), SETS[name])
     if not cases:
         parser.error(f"no case is called {asked.cases!r}; there are: " + "; ".join(case.title for case in SETS[name]))
     begin, wrong = time.monotonic(), False

@@ -26,6 +26,10 @@ from shardledger.runtime.treesum import TreeSum
 from shardledger.transport.link import Copy, HostLink
 
 
+_WIDENED_NUMEL = 1 << 18
+"""Elements of fp16 that are converted at once for a look at them: 1 MiB in fp32, which stays in the cache."""
+
+
 class GradientListener(Protocol):
     """Who is told what arrives."""
 
@@ -248,10 +252,14 @@ class FlatGradients:
         """Keep one number that is finite when all of ``local`` is; one pass at memory speed, no synchronisation.
 
         A sum, which reads twice as fast as a search for extremes. No infinite value or NaN can leave it finite; that finite
-        ones add up to more than fp32 holds is possible, but then this is read only when some other is infinite.
+        ones add up to more than the dtype holds is possible, but then this is read only when some other is infinite.
+        fp16 holds too little for that. Its sum is taken in fp32, piece by piece: PyTorch converts all of a tensor at once.
         """
-        wide = torch.float32 if local.dtype in (torch.bfloat16, torch.float16) else local.dtype
-        total = local.sum(dtype=wide)
+        if local.dtype == torch.float16:
+            pieces = [piece.sum(dtype=torch.float32) for piece in local.split(_WIDENED_NUMEL)]
+            total = torch.stack(pieces).sum()
+        else:
+            total = local.sum()
         self.probe = total if self.probe is None else self.probe + total
 
     def target(self) -> tuple[torch.Tensor, bool]:

@@ -17,7 +17,7 @@ from shardledger.transport.guard import Guard, Notice
 from shardledger.transport.port import Counters, Mailbox, PeekingMailbox, Pending, ReduceHow, Work
 from shardledger.transport.tree import tree_sum
 
-_PEEKED_BYTES = 1 << 20
+_PEEKED_BYTES = 1 << 18
 """Of contributions that are read where they lie, how much is copied before it is summed: what stays in the cache."""
 
 
