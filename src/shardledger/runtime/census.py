@@ -53,12 +53,7 @@ def dropped_bytes(units: Sequence[Unit]) -> int:
 
 def pending_bytes(units: Sequence[Unit]) -> int:
     """Bytes of gradients on their way into a reduction; part of ``transient_bytes``, and of the grads of a census."""
-    return sum(
-        g.local.untyped_storage().nbytes()
-        for u in units
-        for g in u.gradients
-        if g.local is not None and not g.keeps_local
-    )
+    return sum(g.pending_bytes for u in units for g in u.gradients)
 
 
 def probe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerBytes:

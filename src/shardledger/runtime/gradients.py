@@ -144,6 +144,14 @@ class FlatGradients:
         return 0 if self._sum.held is not None else self._sum.numel * self._sum.dtype.itemsize
 
     @property
+    def pending_bytes(self) -> int:
+        """What local gradients take that do not stay in place: their buffer, and those that wait for it."""
+        if self.keeps_local:
+            return 0
+        early = sum(fresh.nbytes for _, fresh in self._due.early)
+        return early + (0 if self.local is None else self.local.untyped_storage().nbytes())
+
+    @property
     def keeps_local(self) -> bool:
         """Whether local gradients stay in place over micro-batches and steps."""
         return not (self.flat.layout.grad_sharded or self.partial is not None)
@@ -345,9 +353,9 @@ class FlatGradients:
                 self._take(index, fresh, own)
             else:
                 due.early.append((index, fresh))
-                if self.local is not None or due.missing <= 0 or due.parameters == 0:
-                    if begun and gathered:
-                        listener.room_wanted()
+                if begun and gathered:
+                    listener.room_wanted()
+                if self.local is not None or (not gathered and (due.missing <= 0 or due.parameters == 0)):
                     self._place()
             del fresh  # freed when it has been copied, before the next unit's weights take memory
             if begun:
