@@ -86,8 +86,19 @@ class Crew:
         self._log.close()
 
     def _said(self) -> str:
+        ended = [(rank, code) for rank, process in enumerate(self._processes) if (code := _code(process)) is not None]
         self._log.seek(0)
-        return "its output ends:\n" + self._log.read().decode(errors="replace")[-3000:]
+        output = self._log.read().decode(errors="replace")[-3000:]
+        codes = ", ".join(f"rank {rank} with exit code {code}" for rank, code in ended) or "none"
+        return f"ended: {codes}; the output ends:\n{output or '(nothing)'}"
+
+
+def _code(process: subprocess.Popen[bytes]) -> int | None:
+    """Exit code; None if it has not ended in a second."""
+    try:
+        return process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _environment(rank: int, world: int, port: int) -> dict[str, str]:

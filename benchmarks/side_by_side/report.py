@@ -116,7 +116,7 @@ def table(case: Case, rows: Sequence[Measured]) -> list[str]:
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
     for row in rows:
         if row.failed or not row.seconds:
-            notes.append(f"{row.contender.label} failed: {(row.failed or 'no turn').strip().splitlines()[-1]}")
+            notes.append(f"{row.contender.label} failed: {_in_short(row.failed or 'no turn')}")
             continue
         relative = to_ddp(row, rows)
         cells = [
@@ -132,8 +132,9 @@ def table(case: Case, rows: Sequence[Measured]) -> list[str]:
             *(f"{spread(values).middle:.2f} s" if values else "" for values in (row.saves, row.loads, row.starts)),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    fp32 = [f"Losses of all engines agree within {LOSS_TOLERANCE:g} at every step."] if case.precision == "fp32" else []
-    return lines + [""] + (notes or fp32)
+    if case.precision == "fp32" and not problems and sum(bool(row.losses) and not row.failed for row in rows) > 1:
+        notes.append(f"Losses of all engines that ran agree within {LOSS_TOLERANCE:g} at every step.")
+    return lines + [""] + notes
 
 
 def write(folder: Path, found: Found, protocol: Protocol, absent: Sequence[str]) -> list[Path]:
@@ -169,6 +170,12 @@ def machine() -> str:
         except PackageNotFoundError:
             continue
     return f"{os.cpu_count()} cores, Python {platform.python_version()}, {', '.join(versions)}"
+
+
+def _in_short(text: str) -> str:
+    """The first and the last line of what a rank said."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
 
 
 def _mb(value: float) -> str:

@@ -42,7 +42,8 @@ def verdicts(case: Case, rows: Sequence[Measured]) -> list[Verdict]:
             found.append(
                 Verdict(f"stage {stage}, start to first step", wanted, f"{late:+.2f} s", late <= START_SLACK_S)
             )
-    return found
+    failed = [row.contender for row in rows if row.failed and row.contender.engine == "shardledger"]
+    return found + [Verdict(f"stage {contender.stage} runs", "yes", "failed", met=False) for contender in failed]
 
 
 def _faster(stage: int, row: Measured, ran: dict[Contender, Measured]) -> Iterator[Verdict]:

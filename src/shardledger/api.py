@@ -145,13 +145,13 @@ def _initialize(
     bounds = _bounds(settings, spec, place, recipe, target)
     os.environ.setdefault("MASTER_PORT", str(wanted.port))
     how = plan.communication
-    transport, created = join(place, target, how.timeout_s, may_create=may_create, wire=how.wire)
+    transport, joined = join(place, target, how.timeout_s, may_create=may_create, wire=how.wire)
     _pin(plan, target)
     meter = MemoryMeter(target, model_bytes=_bytes_on(target, model))
     parts: Parts | None = None
     try:
-        _compare(plan, transport)
         settings, plan = settings.agreed(transport.wire), plan.agreed(transport.wire)
+        _compare(plan, transport)
         _refuse_what_cannot_fit(bounds, settings, target, (model, wanted), transport)
         trained = [p.name for p in spec.parameters if p.trainable]
         groups = groups_of(_group_source(wanted), parameter_names(model), trained)
@@ -168,9 +168,9 @@ def _initialize(
         parts.saver = Checkpoints(state, transport, _checkpoint_settings(settings))
     except BaseException as error:
         _tell_shortage(error, bounds, meter)
-        _end_badly(error, transport, parts, created)
+        _end_badly(error, transport, parts, joined)
         raise
-    parts.advise, parts.on_destroy = bounds.advise, leave if created else None
+    parts.advise, parts.on_destroy = bounds.advise, leave if joined else None
     if target.type == "cpu" and Home.DISK not in (plan.offload.optimizer, plan.offload.params):
         keep_freed_memory()
     engine.config = settings
@@ -178,12 +178,12 @@ def _initialize(
     return engine, made, engine.training_dataloader, engine.lr_scheduler
 
 
-def _end_badly(error: BaseException, transport: Transport, parts: Parts | None, created: bool) -> None:
+def _end_badly(error: BaseException, transport: Transport, parts: Parts | None, joined: bool) -> None:
     """Undo what initialize has begun."""
     part_with(transport, error)
     if parts is not None:
         take_apart(parts)
-    if created:
+    if joined:
         leave()
 
 
@@ -439,14 +439,15 @@ def _pin(plan: Plan, device: torch.device) -> None:
 
 def _compare(plan: Plan, transport: Transport) -> None:
     """Every rank must have the same plan before the first collective that depends on it."""
-    digest = plan.fingerprint
-    words = [int(digest[i : i + 12], 16) for i in range(0, 48, 12)]
+    digests = plan.fingerprints
+    words = [int(digest[:12], 16) for digest in digests.values()]  # as many bits as a float64 holds
     rows = transport.exchange(torch.tensor(words, dtype=torch.float64), "comparison of plans").tolist()
     different = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if different:
+        parts = [part for part, *column in zip(digests, *rows, strict=True) if len(set(column)) > 1]
         raise RanksDisagreeError(
-            f"rank {transport.rank}: ranks {different} have another plan than rank 0 (theirs: other fingerprints, "
-            f"here {digest[:12]}). All ranks must pass the same model structure, requires_grad flags and configuration. "
+            f"rank {transport.rank}: ranks {different} have another plan than rank 0. They differ in: {', '.join(parts)}. "
+            f"All ranks must pass the same model structure, requires_grad flags and configuration. "
             f"This rank: stage {plan.stage}, {len(plan.units)} units, {sum(len(u.parameters) for u in plan.units)} "
             f"parameters."
         )

@@ -56,6 +56,19 @@ def test_survivors_end_soon_and_name_the_lost_rank(how, stage, world, wire):
             assert "rank 1" in survivor.output, f"rank {rank} does not name rank 1:\n{survivor.output}"
 
 
+@pytest.mark.parametrize("wire", ["shared_memory", "gloo"])
+def test_who_comes_late_names_the_rank_that_was_lost_first_and_not_the_one_that_told(wire):
+    how = """os._exit(3)
+    if step == 2 and rank == 0:
+        import time
+        time.sleep(4)"""  # by then rank 2 has noticed and ended too
+    ranks = run_ranks_raw(SCRIPT.format(stage=3, how=how, wire=wire), 3, timeout=60)
+    assert ranks[2].ended_s < ranks[0].ended_s - 1
+    assert "Rank 1 died" in ranks[2].output
+    last = ranks[0].output.strip().splitlines()[-1]
+    assert "rank 1" in last.lower(), ranks[0].output
+
+
 class Trap(torch.autograd.Function):
     """Identity that raises in backward when armed."""
 

@@ -18,6 +18,27 @@ from support.training import config, group, place
 STAGES = (0, 1, 2, 3)
 
 
+def outlive(wire):
+    """Of two engines that share the process group that the first one made, end the first and train the second."""
+    import shardledger as sl
+
+    part = micro_batches(data("transformer", 12), *place(), 1)[0]
+    settings = {**config(1), "train_micro_batch_size_per_gpu": 6, "shardledger": {"transport": wire}}
+    first, second = (sl.initialize(model=build("transformer"), config=settings)[0] for _ in range(2))
+    first.destroy()
+    for _ in range(2):
+        second.backward(second(*part))
+        second.step()
+    alive = torch.distributed.is_initialized()
+    second.destroy()
+    return alive, torch.distributed.is_initialized(), second.global_steps
+
+
+@pytest.mark.parametrize("wire", ["gloo", "shared_memory"])
+def test_an_engine_goes_on_when_the_one_that_made_the_process_group_has_ended(wire):
+    assert run_ranks(outlive, 2, wire) == [(True, False, 2)] * 2
+
+
 def start(stage, **more):
     import shardledger as sl
 

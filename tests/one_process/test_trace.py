@@ -51,6 +51,8 @@ def test_a_trace_names_phases_units_collectives_and_the_optimizer(tmp_path, caps
     inner, outer = spans["backward blocks.0"], spans["backward"]  # of the last step
     assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
     opened = [event["id"] for event in events if event["ph"] == "b"]
+    for started in [name.removeprefix("start ") for name in names if name.startswith("start ")]:
+        assert names.count(f"wait for {started}") == names.count(f"start {started}"), started
     assert sorted(opened) == sorted(event["id"] for event in events if event["ph"] == "e") and opened
 
 

@@ -33,7 +33,8 @@ def bench():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
         names = ("cases", "numbers", "report", "conductor", "targets", "kept")
-        yield {name: importlib.import_module(f"side_by_side.{name}") for name in names}
+        modules = {name: importlib.import_module(f"side_by_side.{name}") for name in names}
+        yield {**modules, "bench": importlib.import_module("bench")}
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -100,6 +101,26 @@ def test_an_engine_that_failed_is_named_and_has_no_row(bench):
     assert any("out of memory" in line for line in bench["report"].table(of, rows))
 
 
+def test_a_stage_that_failed_misses_a_target_and_one_engine_alone_agrees_with_nobody(bench):
+    ((of, rows),) = found(bench)
+    rows[
+        1
+    ].failed = (
+        "shardledger stage 2: a rank ended at 'turn'; ended: rank 1 with exit code -9; the output ends:\n(nothing)"
+    )
+    assert [(v.target, v.met) for v in bench["targets"].verdicts(of, rows)] == [("stage 2 runs", False)]
+    lines = bench["report"].table(of, rows)
+    assert any("rank 1 with exit code -9" in line for line in lines)
+    assert not any("agree" in line for line in lines)
+
+
+def test_a_title_names_one_case_though_it_has_commas(bench):
+    cases = bench["cases"].FULL
+    named = bench["bench"].cases_named("25m parameters, 2 ranks, bf16", cases)
+    assert [case.title for case in named] == ["25m parameters, 2 ranks, bf16"]
+    assert len(bench["bench"].cases_named("3.4m,124m", cases)) == 4 and bench["bench"].cases_named("", cases) == cases
+
+
 def test_the_picture_is_xml_with_a_bar_for_each_engine(bench):
     from side_by_side.picture import draw
 
@@ -145,4 +166,6 @@ def test_cases_measured_before_on_the_same_terms_stay_and_others_go(bench, tmp_p
     assert len(kept.add(tmp_path, "torch 1", first, rows)) == 1
     both = kept.add(tmp_path, "torch 1", second, rows)
     assert [of for of, _ in both] == [first, second] and both[0][1] == rows
+    assert kept.set_aside(tmp_path, "torch 1") == ""
     assert [of for of, _ in kept.add(tmp_path, "torch 2", second, rows)] == [second]
+    assert first.title in (tmp_path / kept.BEFORE).read_text(), "nothing that was measured is lost"

@@ -226,6 +226,11 @@ def test_the_fingerprint_differs_whenever_a_decision_does():
     assert len(set(prints.values())) == len(prints)
 
 
+def test_what_differs_between_two_plans_can_be_named():
+    one, other = plan_of(3).fingerprints, plan_of(3, gradient_clipping=0.5).fingerprints
+    assert [name for name in one if one[name] != other[name]] == ["step"]
+
+
 def test_the_fingerprint_covers_which_parameters_stay_gathered():
     prints = [
         plan_of(3, zero={"stage3_param_persistence_threshold": numel}).fingerprint for numel in (0, 20, 300, 10**6)

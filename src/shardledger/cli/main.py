@@ -115,7 +115,9 @@ def train(
     resume: ResumeOption = None,
     trace: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--trace", metavar="FILE", help="Write where rank 0's time goes, for chrome://tracing."),
+        typer.Option(
+            "--trace", metavar="FILE", help="Where rank 0's time goes, for chrome://tracing; not written at Ctrl-C."
+        ),
     ] = None,
 ) -> None:
     """Train your model with your config on your text; under torchrun or srun, be one of its ranks."""

@@ -21,6 +21,8 @@ def check_trace(path: str | None) -> None:
 class Trace:
     """Records rank 0 from now on, and writes ``path`` when its block ends, also by an exception; None records nothing.
 
+    Ctrl-C ends ranks at once and writes nothing; SIGTERM lets them end.
+
     Make it before anything else wraps the engine's transport for a while: what wraps first is what stays.
     """
 

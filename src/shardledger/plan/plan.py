@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from shardledger.plan.roles import Home, Role
 
@@ -181,15 +182,27 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Hex digest that is equal on all ranks exactly when their plans are."""
+        return _digest(self._shared())
 
-        def plain(value: object) -> object:
-            if isinstance(value, (Role, Home)):
-                return value.value
-            if isinstance(value, (frozenset, set)):
-                return sorted(v.value if isinstance(v, Role) else str(v) for v in value)
-            raise TypeError(type(value).__name__)
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The same of each part by its name, to tell in what two plans differ."""
+        return {name: _digest(value) for name, value in self._shared().items()}
 
+    def _shared(self) -> dict[str, Any]:
+        """What must be alike on all ranks."""
         content = {k: v for k, v in asdict(self).items() if k not in ("reasons", "reporting")}
         for path in ("optimizer_path", "params_path"):
             del content["offload"][path]  # each machine may have its disk elsewhere
-        return hashlib.sha256(json.dumps(content, default=plain, sort_keys=True).encode()).hexdigest()
+        return content
+
+
+def _digest(content: object) -> str:
+    def plain(value: object) -> object:
+        if isinstance(value, (Role, Home)):
+            return value.value
+        if isinstance(value, (frozenset, set)):
+            return sorted(v.value if isinstance(v, Role) else str(v) for v in value)
+        raise TypeError(type(value).__name__)
+
+    return hashlib.sha256(json.dumps(content, default=plain, sort_keys=True).encode()).hexdigest()

@@ -25,7 +25,6 @@ from shardledger.runtime.states import GradState, move
 from shardledger.runtime.treesum import TreeSum
 from shardledger.transport.link import Copy, HostLink
 
-
 _WIDENED_NUMEL = 1 << 18
 """Elements of fp16 that are converted at once for a look at them: 1 MiB in fp32, which stays in the cache."""
 

@@ -32,6 +32,8 @@ _joined: dict[str, int] = {}
 """Process groups made so far on each store; counts alike on every rank."""
 _engines: dict[str, Any] = {"group": None, "count": 0}
 """Transports made so far on the present process group; counts alike on every rank."""
+_made: dict[str, Any] = {"group": None, "users": 0}
+"""The process group that ``join`` made, and how many transports use it."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def find_place() -> Place:
 def join(
     place: Place, device: torch.device, timeout_s: float, *, may_create: bool = True, wire: str = "gloo"
 ) -> tuple[Transport, bool]:
-    """Connect to the other ranks. Returns the transport and whether this call made the process group.
+    """Connect to the other ranks. Returns the transport and whether ``leave`` is due when it has ended.
 
     ``wire`` says how ranks on CPUs exchange payloads: ``"auto"``, ``"shared_memory"`` or ``"gloo"``.
 
@@ -82,44 +84,53 @@ def join(
     """
     if place.world == 1 and place.source != "process group":
         return PeerTransport(SoloMailbox()), False
-    created = False
     if not dist.is_initialized():
-        if not may_create:
-            raise ConfigError(
-                f"there is no process group, {place.source} says {place.world} ranks, and dist_init_required=False "
-                f"forbids to make one: call torch.distributed.init_process_group first, or leave that argument out."
-            )
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        _set_meeting_point(place)
-        try:
-            store = _fresh_store(place, timeout_s)
-            if backend == "gloo":
-                where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                choose_interface(store, place.rank, place.world, *where)
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=place.rank,
-                world_size=place.world,
-                timeout=timedelta(seconds=timeout_s),
-            )
-        except (RuntimeError, ValueError) as error:
-            raise PeerLostError(
-                f"rank {place.rank} of {place.world} could not join the others at "
-                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout_s:g} s "
-                f"(rank and world size from {place.source}): {error}"
-            ) from error
-        created = True
+        _make_group(place, device, timeout_s, may_create=may_create)
+        _made.update(group=dist.group.WORLD, users=0)
+    ours = _made["group"] is dist.group.WORLD
+    _made["users"] += ours
+    try:
+        return _transport(place, device, timeout_s, wire), ours
+    except BaseException:
+        if ours:
+            leave()
+        raise
+
+
+def _make_group(place: Place, device: torch.device, timeout_s: float, *, may_create: bool) -> None:
+    if not may_create:
+        raise ConfigError(
+            f"there is no process group, {place.source} says {place.world} ranks, and dist_init_required=False "
+            f"forbids to make one: call torch.distributed.init_process_group first, or leave that argument out."
+        )
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    _set_meeting_point(place)
+    try:
+        store = _fresh_store(place, timeout_s)
+        if backend == "gloo":
+            where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            choose_interface(store, place.rank, place.world, *where)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise PeerLostError(
+            f"rank {place.rank} of {place.world} could not join the others at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout_s:g} s "
+            f"(rank and world size from {place.source}): {error}"
+        ) from error
+
+
+def _transport(place: Place, device: torch.device, timeout_s: float, wire: str) -> Transport:
     if place.world == 1:
-        return PeerTransport(SoloMailbox()), created
+        return PeerTransport(SoloMailbox())
     if dist.get_backend() == "gloo" or device.type == "cpu" and "gloo" in str(dist.get_backend()):
-        try:
-            return meet(_number_of_engine(), wire, timeout_s), created
-        except BaseException:
-            if created:
-                leave()
-            raise
-    return NativeTransport(None, device), created
+        return meet(_number_of_engine(), wire, timeout_s)
+    return NativeTransport(None, device)
 
 
 def _number_of_engine() -> int:
@@ -167,8 +178,10 @@ def _fresh_store(place: Place, timeout_s: float) -> dist.Store:
 
 
 def leave() -> None:
-    """End the process group that ``join`` made."""
-    if dist.is_initialized():
+    """A transport has ended; the last one ends the process group, if ``join`` made it."""
+    _made["users"] -= 1
+    if _made["users"] <= 0 and dist.is_initialized() and _made["group"] is dist.group.WORLD:
         dist.destroy_process_group()
         forget_messages()
         _engines.update(group=None, count=0)
+        _made.update(group=None, users=0)

@@ -28,6 +28,8 @@ _RUNS, _LEAVES, _FAILS = 0, 1, 2
 _KINDS = 4
 _PATIENCE_S = 5.0
 """How long a rank that stops waits for another one to come and hear why."""
+_BRIEFLY_S = 0.5
+"""How long a rank that another one has failed looks for that one's last words."""
 _CURE = (
     "All ranks must run the same modules, in the same order, equally often. Where branches or experts depend on the data, "
     "declare the module with shardledger.utils.set_z3_leaf_modules; where a loop depends on it, let all ranks agree on "
@@ -125,12 +127,16 @@ class Guard:
 
     def lose(self, peer: int, what: str, error: BaseException) -> PeerLostError:
         """The error for a message that failed; from now on nothing else runs."""
-        lost = PeerLostError(
-            f"rank {self._mailbox.rank}: the {what} at {self.where} failed at rank {peer}. Rank {peer} died, raised, is "
-            f"stuck, or its machine cannot be reached: look at its output. The last it took part in: {self._last[peer]}. "
-            f"(The wire says: {_first_line(error)})",
-            peer,
-        )
+        words = self._last_words(peer) if self._broken is None else None
+        if words is not None:
+            lost = self._failed(peer, what, *words)
+        else:
+            lost = PeerLostError(
+                f"rank {self._mailbox.rank}: the {what} at {self.where} failed at rank {peer}. Rank {peer} died, raised, is "
+                f"stuck, or its machine cannot be reached: look at its output. The last it took part in: "
+                f"{self._last[peer]}. (The wire says: {_first_line(error)})",
+                peer,
+            )
         self.give_up(_first_line(lost), 0.0)
         self._broken = self._broken if isinstance(self._broken, (PeerLostError, RanksDisagreeError)) else lost
         return lost
@@ -166,16 +172,33 @@ class Guard:
             self._mailbox.receive(text, peer, self._text_tag).wait(_PATIENCE_S)
         return _unpack(bytes(text.tolist()))
 
+    def _last_words(self, peer: int) -> tuple[str, str] | None:
+        """Where ``peer`` failed and why, if that is the last it said: it may have ended over the loss of another rank."""
+        under_way = [one for notice in self._under_way for one in notice.expected if one[0] == peer]
+        header = torch.zeros(2, dtype=torch.int64)
+        with suppress(RuntimeError):
+            for _, pending, said in under_way:
+                pending.wait(_BRIEFLY_S)
+                if int(said[0]) % _KINDS == _FAILS:
+                    return self._hear(peer)
+            self._mailbox.receive(header, peer, self._tag).wait(_BRIEFLY_S)
+            if int(header[0]) % _KINDS == _FAILS:
+                return self._hear(peer)
+        return None
+
+    def _failed(self, peer: int, what: str, where: str, reason: str) -> PeerLostError:
+        rank = self._mailbox.rank
+        return PeerLostError(
+            f"rank {peer} failed at {where}: {reason}. Rank {rank} was at {self.where}, in {what}. Look at the output of "
+            f"rank {peer}: it failed first.",
+            peer,
+        )
+
     def _part(self, peer: int, mine: Notice, kind: int) -> None:
         """Tell each other what the two ranks run, and raise."""
         rank = self._mailbox.rank
         if kind == _FAILS:
-            where, reason = self._hear(peer)
-            error: TransportError = PeerLostError(
-                f"rank {peer} failed at {where}: {reason}. Rank {rank} was at {self.where}, in {mine.what}. Look at the "
-                f"output of rank {peer}: it failed first.",
-                peer,
-            )
+            error: TransportError = self._failed(peer, mine.what, *self._hear(peer))
             self.give_up(_first_line(error), 0.0)
         else:
             told = self._tell(mine.what)

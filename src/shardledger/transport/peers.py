@@ -51,7 +51,7 @@ class PeerTransport:
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, how: ReduceHow) -> Work:
         """See ``Transport.reduce_scatter``. Staging in the wire dtype: (world - 1) / world * bucket elements, of a mailbox
-        that peeks at most 1 MiB; and (world - 1) / world * bucket elements when ``full`` has another dtype."""
+        that peeks at most 256 KiB; and (world - 1) / world * bucket elements when ``full`` has another dtype."""
         ticket = self._announce(f"reduction of unit {how.label}", full.numel(), how.wire)
         self.counters.add("reduce_scatter", full.numel() - out.numel(), how.wire.itemsize)
         step = max(1, how.bucket_numel // self.world)

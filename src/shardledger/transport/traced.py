@@ -10,7 +10,11 @@ from shardledger.transport.wrapped import WrappedTransport
 
 
 class TracedTransport(WrappedTransport):
-    """Passes everything to ``inner``. A collective that does not block is a span from its start to the end of its wait."""
+    """Passes everything to ``inner``. A collective that does not block is a span from its start to the end of its wait.
+
+    Gloo's thread moves bytes during that span, and so does a GPU. Through shared memory this rank's own copies and sums lie
+    inside its calls (``start``, ``wait for``): the rest of the span is when the others may take what this rank has to give.
+    """
 
     def __init__(self, inner: Transport, spans: Spans) -> None:
         super().__init__(inner)
@@ -60,6 +64,7 @@ class _TracedWork(Work):
         self._spans = spans
         self._name = name
         self._began = begin
+        self._noted = False
 
     @property
     def done(self) -> bool:
@@ -68,8 +73,9 @@ class _TracedWork(Work):
 
     def wait(self) -> None:
         """See ``Work.wait``."""
-        if self._work.done:
+        if self._noted:
             return
+        self._noted = True
         with self._spans.span(f"wait for {self._name}", "wait"):
-            self._work.wait()
+            self._work.wait()  # at once where a later collective's wait has settled it
         self._spans.add_beside(self._name, "under way", self._began)
