@@ -117,4 +117,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("interrupted; the cases that were done are written")
+        print("interrupted; the cases that were done are written", file=sys.stderr)
+        sys.exit(130)

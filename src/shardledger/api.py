@@ -446,10 +446,9 @@ def _compare(plan: Plan, transport: Transport) -> None:
     if different:
         parts = [part for part, *column in zip(digests, *rows, strict=True) if len(set(column)) > 1]
         raise RanksDisagreeError(
-            f"rank {transport.rank}: ranks {different} have another plan than rank 0. They differ in: {', '.join(parts)}. "
-            f"All ranks must pass the same model structure, requires_grad flags and configuration. "
-            f"This rank: stage {plan.stage}, {len(plan.units)} units, {sum(len(u.parameters) for u in plan.units)} "
-            f"parameters."
+            f"rank {transport.rank}: ranks {different} have another plan than rank 0; they differ in: {', '.join(parts)}. All "
+            f"ranks must pass the same model structure, requires_grad flags and configuration. This rank: stage {plan.stage}, "
+            f"{len(plan.units)} units, {sum(len(u.parameters) for u in plan.units)} parameters."
         )
 
 
