@@ -185,7 +185,7 @@ def test_a_peeked_message_is_read_in_pieces_and_its_sender_waits_until_it_is_rel
         seen.release()
 
 
-def test_a_reduction_stages_at_most_a_mebibyte_of_what_others_send():
+def test_a_reduction_stages_at_most_a_quarter_of_a_mebibyte_of_what_others_send():
     full = torch.ones(2 << 20)
     staged = {}
     for wire in ("gloo", "shared_memory"):
@@ -195,7 +195,9 @@ def test_a_reduction_stages_at_most_a_mebibyte_of_what_others_send():
             staged[wire] = meter.total
             work.wait()
         assert meter.peaks.highest.total == staged[wire], "sums take no memory"
-    assert {wire: nbytes // 2**20 for wire, nbytes in staged.items()} == {"gloo": 8 + 4, "shared_memory": 8 + 1}
+    assert {wire: nbytes / 2**20 for wire, nbytes in staged.items()} == pytest.approx(
+        {"gloo": 8 + 4, "shared_memory": 8 + 0.25}, rel=1e-3
+    )
 
 
 def test_a_number_that_another_process_has_is_not_taken_for_the_neighbour():

@@ -134,7 +134,7 @@ class Guard:
             lost = PeerLostError(
                 f"rank {self._mailbox.rank}: the {what} at {self.where} failed at rank {peer}. Rank {peer} died, raised, is "
                 f"stuck, or its machine cannot be reached: look at its output. The last it took part in: "
-                f"{self._last[peer]}. (The wire says: {_first_line(error)})",
+                f"{self._last[peer]}. {self._also_gone(peer)}(The wire says: {_first_line(error)})",
                 peer,
             )
         self.give_up(_first_line(lost), 0.0)
@@ -185,6 +185,17 @@ class Guard:
             if int(header[0]) % _KINDS == _FAILS:
                 return self._hear(peer)
         return None
+
+    def _also_gone(self, peer: int) -> str:
+        """Other ranks whose connections are broken too: any of them may be the cause of the rest."""
+        gone = []
+        for other in self._others(1):
+            try:
+                if other != peer:
+                    self._mailbox.receive(torch.zeros(2, dtype=torch.int64), other, self._tag)
+            except RuntimeError:
+                gone.append(str(other))
+        return f"Gone too, perhaps before it: rank {', '.join(gone)}. " if gone else ""
 
     def _failed(self, peer: int, what: str, where: str, reason: str) -> PeerLostError:
         rank = self._mailbox.rank
