@@ -21,8 +21,8 @@ from shardledger.plan.roles import Home
 from shardledger.runtime import released
 from shardledger.runtime.describe import dtype_of
 
-_CHUNK = 1 << 20
-"""Elements that are compared at once, so that a comparison takes no memory to speak of."""
+_LEAST_COMPARED, _MOST_COMPARED = 1 << 14, 1 << 20
+"""Elements that are compared at once: a sixty-fourth within these bounds, so that it takes no memory to speak of."""
 
 
 class FlatParameters:
@@ -81,11 +81,9 @@ class FlatParameters:
             return None
         ours = self.interval_of(self.full)
         for piece in self.layout.pieces(self.rank):
-            span = piece.in_shard
-            for at in range(span.start, span.stop, _CHUNK):
-                end = min(at + _CHUNK, span.stop)
-                if not _same(ours[at:end], self.shard[at:end]):
-                    return piece.name
+            span = slice(piece.in_shard.start, piece.in_shard.stop)
+            if not _same(ours[span], self.shard[span]):
+                return piece.name
         return None
 
     def release(self) -> None:
@@ -157,11 +155,9 @@ class FlatParameters:
             return []
         start, found = self.master_interval.start, []
         for piece in self.layout.pieces_in(self.master_interval):
-            for at in range(piece.in_shard.start, piece.in_shard.stop, _CHUNK):
-                end = min(at + _CHUNK, piece.in_shard.stop)
-                if not _same(self.full[start + at : start + end], self.master[at:end]):
-                    found.append(piece.name)
-                    break
+            at, end = piece.in_shard.start, piece.in_shard.stop
+            if not _same(self.full[start + at : start + end], self.master[at:end]):
+                found.append(piece.name)
         return found
 
     def reload(self, values: torch.Tensor) -> None:
@@ -233,5 +229,9 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _same(weights: torch.Tensor, kept: torch.Tensor) -> bool:
     """Whether weights are bit for bit what ``kept`` rounds to; a NaN equals itself."""
-    rounded = kept.to(weights.device, weights.dtype)
-    return torch.equal(weights.view(torch.uint8), rounded.view(torch.uint8))
+    step = min(_MOST_COMPARED, max(_LEAST_COMPARED, weights.numel() // 64))
+    for now, then in zip(weights.split(step), kept.split(step), strict=True):
+        rounded = then.to(weights.device, weights.dtype)
+        if not torch.equal(now.view(torch.uint8), rounded.view(torch.uint8)):
+            return False
+    return True
