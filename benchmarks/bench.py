@@ -81,7 +81,6 @@ def asked_for(arguments: list[str] | None) -> tuple[argparse.Namespace, list[Con
 def main(arguments: list[str] | None = None) -> int:
     """Measure, write, print. 1 when engines did not train alike, or one that was asked for failed."""
     asked, contenders, cases, protocol = asked_for(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that processes and files go
     absent = {why for c in contenders if (why := missing(c))}
     for why in absent:
         print(f"left out: {why}", flush=True)
@@ -114,6 +113,7 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that processes and files go
     try:
         sys.exit(main())
     except KeyboardInterrupt:

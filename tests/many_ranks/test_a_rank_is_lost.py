@@ -57,7 +57,7 @@ def test_survivors_end_soon_and_name_the_lost_rank(how, stage, world, wire):
 
 
 @pytest.mark.parametrize("wire", ["shared_memory", "gloo"])
-def test_who_comes_late_names_the_rank_that_was_lost_first_and_not_the_one_that_told(wire):
+def test_who_comes_late_names_the_rank_that_was_lost_first_too(wire):
     how = """os._exit(3)
     if step == 2 and rank == 0:
         import time

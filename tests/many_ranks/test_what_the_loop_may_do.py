@@ -24,6 +24,36 @@ def my_part(name, accumulation=1):
     return micro_batches(data(name, 12), rank, world, accumulation)
 
 
+# --- ranks that are configured differently -----------------------------------------------------------------------
+
+
+def by_rank(choices, key):
+    from shardledger.errors import RanksDisagreeError
+
+    (part,) = my_part("transformer")
+    mine = {"transport": choices[place()[0]]} if key == "transport" else {}
+    more = {} if key == "transport" else {key: choices[place()[0]]}
+    try:
+        engine = start(build("transformer"), {**config(2), **more, "shardledger": mine}, len(part[0]))[0]
+    except RanksDisagreeError as error:
+        return str(error)
+    engine.backward(engine(*part))
+    engine.step()
+    wire = engine.plan.communication.wire
+    engine.destroy()
+    return wire
+
+
+@pytest.mark.parametrize("choices", [("gloo", "shared_memory"), ("shared_memory", "gloo"), ("auto", "gloo")])
+def test_ranks_told_to_use_different_transports_all_use_gloo(choices):
+    assert run_ranks(by_rank, 2, choices, "transport") == ["gloo", "gloo"]
+
+
+def test_ranks_with_different_plans_are_told_in_which_part():
+    for said in run_ranks(by_rank, 2, (0.5, 1.0), "gradient_clipping"):
+        assert "ranks [1] have another plan than rank 0; they differ in: step." in said
+
+
 # --- loss.backward() ---------------------------------------------------------------------------------------------
 
 

@@ -121,6 +121,20 @@ def test_a_title_names_one_case_though_it_has_commas(bench):
     assert len(bench["bench"].cases_named("3.4m,124m", cases)) == 4 and bench["bench"].cases_named("", cases) == cases
 
 
+def test_a_part_of_the_protocol_leaves_the_results_alone_and_an_engine_that_failed_is_a_failure(
+    bench, tmp_path, monkeypatch
+):
+    module = bench["bench"]
+    assert module.asked_for(["--cases", "25m"])[0].out == module.RESULTS
+    for part in (["--quick"], ["--engines", "DDP"], ["--rounds", "9"], ["--starts", "1"]):
+        assert module.asked_for(part)[0].out == module.PART
+    ((_, rows),) = found(bench)
+    monkeypatch.setattr(module, "conduct", lambda *_: rows)
+    assert module.main(["--smoke", "--out", str(tmp_path)]) == 0
+    rows[1].failed = "a rank ended"
+    assert module.main(["--smoke", "--out", str(tmp_path)]) == 1
+
+
 def test_the_picture_is_xml_with_a_bar_for_each_engine(bench):
     from side_by_side.picture import draw
 

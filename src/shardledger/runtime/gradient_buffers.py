@@ -49,7 +49,7 @@ class Due:
     missing: int = 0
     """Elements until the good part is there."""
     early: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """Small gradients that came before it, by parameter: they can wait for the flat's buffer, which needs room."""
+    """Gradients that wait for the flat's buffer, by parameter: it is taken when there is room for it."""
 
     def begin(self) -> None:
         """A backward pass starts."""
