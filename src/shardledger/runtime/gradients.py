@@ -39,7 +39,7 @@ class GradientListener(Protocol):
         """A gradient arrived while the flat's previous ones are being reduced: that reduction must end first."""
 
     def room_wanted(self) -> None:
-        """A buffer as large as a gathered unit is about to be taken: reductions under way hold as much."""
+        """Gradients of a gathered unit pile up: reductions under way hold as much."""
 
     def flat_begun(self, unit: int) -> None:
         """A good part of the gradients of ``unit`` has come; told once a backward pass."""
@@ -354,6 +354,7 @@ class FlatGradients:
                 due.early.append((index, fresh))
                 if begun and gathered:
                     listener.room_wanted()
+                # Of a gathered unit they wait until its weights have gone: the buffer takes their place.
                 if self.local is not None or (not gathered and (due.missing <= 0 or due.parameters == 0)):
                     self._place()
             del fresh  # freed when it has been copied, before the next unit's weights take memory

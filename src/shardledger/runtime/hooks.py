@@ -80,7 +80,7 @@ class Hooks:
         self._executor.settle_reductions()
 
     def room_wanted(self) -> None:
-        """A flat takes a buffer for its gradients: what is being reduced must end first."""
+        """A good part of a gathered unit's gradients has come: what is being reduced must end first."""
         self._executor.finish_reductions()
 
     def flat_begun(self, unit: int) -> None:

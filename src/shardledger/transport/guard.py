@@ -201,7 +201,7 @@ class Guard:
         rank = self._mailbox.rank
         return PeerLostError(
             f"rank {peer} failed at {where}: {reason}. Rank {rank} was at {self.where}, in {what}. Look at the output of "
-            f"rank {peer}: it failed first.",
+            f"rank {peer}, which failed before this one.",
             peer,
         )
 
