@@ -11,12 +11,17 @@
     ├── EngineStateError          a call that is illegal at this point of the training step
     │   └── ReleasedParameterError  a parameter was read while its values live on other ranks
     ├── CheckpointError           a checkpoint cannot be written or read
-    └── DataError                 the training data cannot be read or is too short
+    ├── DataError                 the training data cannot be read or is too short
+    └── OutputError               a file of a run (metrics, ledger, trained weights) cannot be written
 
 Every message says what happened, where (key path, parameter, unit, rank, step) and how to cure it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
 
 
 class ShardledgerError(Exception):
@@ -75,3 +80,25 @@ class CheckpointError(ShardledgerError):
 
 class DataError(ShardledgerError):
     """The training data cannot be read or is too short."""
+
+
+class OutputError(ShardledgerError):
+    """A file of a run cannot be written."""
+
+
+@contextmanager
+def writing(path: str | PathLike[str], *more: type[Exception]) -> Iterator[None]:
+    """Tell which file it was when its writing fails, by OSError or one of ``more``.
+
+    Raises:
+        OutputError: names ``path`` and the cure.
+    """
+    failures: tuple[type[Exception], ...] = (OSError, *more)
+    try:
+        yield
+    except failures as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise OutputError(
+            f"{path} cannot be written: {why}. Make room there, or name another place; a run that has saved a checkpoint "
+            f"goes on from it with --resume."
+        ) from error

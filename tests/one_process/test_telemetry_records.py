@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from shardledger.errors import OutputError
 from shardledger.telemetry import (
     CheckpointRecord,
     EvalRecord,
@@ -108,6 +109,14 @@ def test_a_pipe_gets_lines_and_a_terminal_a_bar(monkeypatch):
     sink.close()
     assert "12/12" in terminal.getvalue() and "loss 3.210" in terminal.getvalue()
     assert "event=eval step=12 loss=2.5000" in terminal.getvalue()
+
+
+def test_a_full_disk_is_told_with_the_file():
+    sink = JsonLinesSink("/dev/full")
+    with pytest.raises(OutputError, match=r"/dev/full cannot be written: No space left on device\. Make room"):
+        sink.write(EvalRecord(step=1, loss=2.0, seconds=0.1))
+    with pytest.raises(OutputError):
+        sink.close()  # what is buffered fails again
 
 
 def test_a_group_closes_its_sinks_when_training_fails(tmp_path):

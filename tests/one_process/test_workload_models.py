@@ -5,9 +5,10 @@ import types
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from shardledger.errors import ConfigError, DataError
+from shardledger.errors import ConfigError, DataError, OutputError
 from shardledger.workload import (
     GPT,
     GPTConfig,
@@ -107,6 +108,18 @@ def test_views_and_shared_storage_are_saved(tmp_path):
     save_final(tmp_path, state, {})
     loaded = load_file(tmp_path / "model.safetensors")
     assert torch.equal(loaded["a"], state["a"]) and torch.equal(loaded["b"], state["b"])
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_full_disk_is_told_with_the_file(tmp_path, file, monkeypatch):
+    def full(*_):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    (tmp_path / "config.json").symlink_to("/dev/full")
+    if file == "model.safetensors":  # it replaces a file, so that /dev/full would not do
+        monkeypatch.setattr("shardledger.workload.final.save_file", full)
+    with pytest.raises(OutputError, match=rf"{file} cannot be written: .*No space left on device.*Make room"):
+        save_final(tmp_path, {"a": torch.ones(4)}, {})
 
 
 def test_a_folder_without_weights_is_named(tmp_path):

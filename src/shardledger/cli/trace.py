@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardledger.errors import ConfigError
+from shardledger.errors import ConfigError, writing
 
 if TYPE_CHECKING:
     from shardledger.runtime.tracing import Tracer
@@ -44,6 +44,7 @@ class Trace:
             return
         self._tracer.detach()
         spans = self._tracer.spans
-        spans.write(self._path, self._title)
+        with writing(self._path):
+            spans.write(self._path, self._title)
         dropped = f" ({spans.dropped:,} later spans did not fit)" if spans.dropped else ""
         print(f"trace of rank 0: {self._path}{dropped}", flush=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardledger.errors import ConfigError
+from shardledger.errors import ConfigError, writing
 
 
 class RunFolder:
@@ -68,8 +68,9 @@ class RunFolder:
             return
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
         draft = self.metrics.with_name(self.metrics.name + ".part")
-        draft.write_text("".join(line for line in lines if _step_of(line) <= step), encoding="utf-8")
-        draft.replace(self.metrics)
+        with writing(self.metrics):
+            draft.write_text("".join(line for line in lines if _step_of(line) <= step), encoding="utf-8")
+            draft.replace(self.metrics)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write ``config.resolved.json``."""
@@ -91,5 +92,6 @@ def _step_of(line: str) -> float:
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     # Renaming is atomic: a run killed while it writes leaves no half file behind.
     draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    draft.replace(path)
+    with writing(path):
+        draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        draft.replace(path)

@@ -12,6 +12,7 @@ from typing import IO, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from shardledger.errors import writing
 from shardledger.telemetry.records import EvalRecord, Record, StepRecord
 
 
@@ -29,16 +30,20 @@ class JsonLinesSink:
     """Appends one JSON object per line and flushes it, so that a run that dies leaves every finished step on disk."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file: IO[str] = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
+        self._path = path
+        with writing(path):
+            self._file: IO[str] = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
 
     def write(self, record: Record) -> None:
         """Take one record."""
-        self._file.write(record.to_json() + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(record.to_json() + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """No more records."""
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
 
 class LineSink:

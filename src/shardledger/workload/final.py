@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shardledger.errors import DataError
+from shardledger.errors import DataError, writing
 from shardledger.workload.gpt import GPT, GPTConfig
 from shardledger.workload.models import load_model
 
@@ -35,9 +36,14 @@ def describe_model(model: nn.Module, name: str, seq_len: int) -> dict[str, Any]:
 
 
 def save_final(folder: str | os.PathLike[str], state: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
-    """Write ``state`` (full tensors on CPU) and ``description`` into ``folder``, which is created."""
+    """Write ``state`` (full tensors on CPU) and ``description`` into ``folder``, which is created.
+
+    Raises:
+        OutputError: there is no room, say.
+    """
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
     # safetensors refuses tensors that share memory, which tied weights do. A copy under each name costs the tied
     # tensor once more on disk and keeps load_state_dict(strict=True) working.
     seen: set[int] = set()
@@ -46,8 +52,10 @@ def save_final(folder: str | os.PathLike[str], state: Mapping[str, Tensor], desc
         address = value.untyped_storage().data_ptr()
         separate[key] = value.detach().clone() if address in seen else value.detach().contiguous()
         seen.add(address)
-    save_file(separate, path / WEIGHTS_NAME)
-    (path / CONFIG_NAME).write_text(json.dumps(dict(description), indent=2) + "\n", encoding="utf-8")
+    with writing(path / WEIGHTS_NAME, SafetensorError):
+        save_file(separate, path / WEIGHTS_NAME)
+    with writing(path / CONFIG_NAME):
+        (path / CONFIG_NAME).write_text(json.dumps(dict(description), indent=2) + "\n", encoding="utf-8")
 
 
 def load_final(folder: str | os.PathLike[str]) -> nn.Module:
